@@ -1,0 +1,380 @@
+"""Config + registry -> AssemblyPlan (serializable) -> the parts of an engine.
+
+Every refusal is collected and raised at once, before a weight is read. An executor elsewhere rebuilds exactly the
+same parts from the plan's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from .admission import Admission
+from .config import EngineConfig, PartChoice
+from .contracts.cache import CacheGroup, CacheManager, CacheNeed
+from .contracts.checkpoint import Checkpoint, CheckpointNeed
+from .contracts.device import DeviceFacts
+from .contracts.executor import Executor, ExecutorNeed
+from .contracts.model import ModelNeed, ModelSpec
+from .contracts.scheduler import Scheduler
+from .devices import device_facts
+from .errors import CheckpointError, ConfigError, PluginError
+from .hub import resolve_model
+from .memory import MemoryPlan, plan_memory
+from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, scheme
+from .pairing import make_groups
+from .portable import import_objects, locate_objects
+from .registry.observers import Observers
+from .registry.parts import RegisteredPart
+from .registry.registry import Registry
+from .registry.resolution import Decision, resolve, winner
+from .text import Tokenizer, load_tokenizer
+
+
+class ChosenPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A winner, by what a registry elsewhere needs to find the same one."""
+
+    name: str
+    plugin: str
+    distribution: str | None
+    version: str | None
+    options: dict[str, Any] = {}
+
+
+class AssemblyPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What was decided. `msgspec.json` encodes and decodes it."""
+
+    config: dict[str, Any]
+    #: File or folder.
+    model: str
+    device: DeviceFacts
+    dtype: str
+    #: By the config's field: attention, decode_attention, cache, ..., and model, checkpoint.
+    parts: dict[str, ChosenPart]
+    groups: tuple[CacheGroup, ...]
+    #: Pages to allocate a group.
+    pages: tuple[int, ...]
+    max_length: int
+    #: Longest sequence that the whole cache holds.
+    capacity: int
+    #: Ids from here on are never chosen.
+    vocab_limit: int
+    #: Steps that may run ahead of the host.
+    depth: int
+    memory: MemoryPlan
+    #: Plugin objects that were passed to the engine, as "module" or "module:attribute".
+    objects: tuple[str, ...] = ()
+    #: Why the plan can't be rebuilt in another process; empty: it can.
+    unportable: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """For another process. ConfigError when a plugin object can't be imported there."""
+        if self.unportable:
+            raise ConfigError("the plan can't be rebuilt in another process", self.unportable)
+        return msgspec.json.encode(self)
+
+
+class Selection:
+    """The winners of a plan, each with its validated options. Rebuilt wherever the plan goes."""
+
+    def __init__(self, registry: Registry, parts: Mapping[str, ChosenPart]) -> None:
+        self._registry = registry
+        self._parts = parts
+
+    def factory(self, where: str) -> Any:
+        return self._entry(where).load()
+
+    def options(self, where: str) -> Any:
+        return self._entry(where).options(self._parts[where].options, f"{where}.options")
+
+    def create(self, where: str, need: Any, **extra: Any) -> Any:
+        return self.factory(where).create(need, self.options(where), **extra)
+
+    def _entry(self, where: str) -> RegisteredPart:
+        part = self._parts[where]
+        return self._registry.exactly(_role(where), part.name, part.plugin, part.distribution)
+
+
+def _role(where: str) -> str:
+    if where.startswith("observers"):
+        return "observer"
+    return "attention" if where == "decode_attention" else where
+
+
+class Survey:
+    """Config, checkpoint, model and device put together: what every part must serve."""
+
+    def __init__(self, config: EngineConfig, registry: Registry, plan: AssemblyPlan | None = None) -> None:
+        """With `plan`, everything is as it was decided there, and nothing is decided again."""
+        self.config = config
+        self.registry = registry
+        self.device = device_facts(config.device) if plan is None else plan.device
+        self.path = resolve_model(config.model) if plan is None else Path(plan.model)
+        self.decisions: list[Decision] = []
+        self.parts: dict[str, ChosenPart] = {} if plan is None else dict(plan.parts)
+        self.checkpoint = self._open()
+        try:
+            self.spec = self._describe()
+            self.dtype = choose_dtype(config.dtype, self.checkpoint, self.device)
+            self.max_length = choose_length(config, self.spec)
+            self.needs = derive_needs(config, self.checkpoint, self.spec, self.device, self.dtype, self.max_length)
+        except BaseException:
+            self.checkpoint.close()
+            raise
+
+    @classmethod
+    def of_plan(cls, plan: AssemblyPlan, registry: Registry) -> Self:
+        return cls(EngineConfig.model_validate(plan.config), registry, plan)
+
+    def decide(
+        self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
+    ) -> Decision:
+        """Resolve one choice; the winner is remembered, the decision kept for the report."""
+        decision = resolve(
+            self.registry,
+            _role(where),
+            choice,
+            need,
+            device_type=self.device.type,
+            objective=self.config.objective,
+            allow=self.config.plugins.allow,
+            key=key,
+            where=where,
+            static=static,
+        )
+        self.decisions.append(decision)
+        if decision.winner is not None:
+            entry = winner(self.registry, decision)
+            self.parts[where] = ChosenPart(
+                name=decision.winner,
+                plugin=entry.plugin,
+                distribution=entry.distribution,
+                version=entry.version,
+                options=dict(choice.options),
+            )
+        return decision
+
+    def decide_all(self) -> list[str]:
+        """Every role whose need is known before the cache's layout is; returns all refusals."""
+        config, needs = self.config, self.needs
+        decode = config.decode_attention or config.attention
+        executor = ExecutorNeed(device=self.device, max_drafts=0 if config.speculator is None else 1)
+        made = [
+            self.decide("attention", config.attention, needs.prefill),
+            self.decide("decode_attention", decode, needs.decode),
+            self.decide("scheduler", config.scheduler, needs.scheduler),
+            self.decide("sampler", config.sampler, needs.sampler),
+            self.decide("quantizer", config.quantizer, needs.quantizer, key=self._scheme_name()),
+            self.decide("ops", config.ops, needs.ops),
+            self.decide("executor", config.executor, executor),
+        ]
+        if config.speculator is not None:
+            made.append(self.decide("speculator", config.speculator, None))
+        for index, choice in enumerate(config.observers):
+            made.append(self.decide(f"observers[{index}]", choice, None, static=False))
+        return [reason for decision in made for reason in decision.reasons]
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(self.registry, self.parts)
+
+    def _open(self) -> Checkpoint:
+        if "checkpoint" not in self.parts:
+            self.decide("checkpoint", PartChoice(), CheckpointNeed(path=self.path))
+        if "checkpoint" not in self.parts:
+            kinds = sorted(key for part in self.registry.parts("checkpoint") for key in part.part.matches)
+            raise CheckpointError(f"{self.path} is of no known format; known: {', '.join(kinds)}")
+        checkpoint: Checkpoint = self.selection.factory("checkpoint").open(self.path)
+        return checkpoint
+
+    def _describe(self) -> ModelSpec:
+        name = architecture(self.checkpoint)
+        need = ModelNeed(config=self.checkpoint.config, device=self.device)
+        if "model" not in self.parts:
+            found = self.decide("model", PartChoice(), need, key=name)
+        if "model" not in self.parts:
+            known = sorted(key for part in self.registry.parts("model") for key in part.part.matches)
+            reasons = found.reasons if name in known else [f"supported architectures: {', '.join(known)}"]
+            raise ConfigError(f"the model in {self.path} ({name}) can't run", reasons)
+        spec: ModelSpec = self.selection.factory("model").describe(need)
+        return spec
+
+    def _scheme_name(self) -> str:
+        found = scheme(self.checkpoint)
+        return str(found.get("quant_method", "unknown")) if found else "none"
+
+
+class Assembled(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, why it is so, and the host parts that were needed to make it."""
+
+    plan: AssemblyPlan
+    decisions: tuple[Decision, ...]
+    registry: Registry
+    cache: CacheManager
+    needs: Needs
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+
+    def build(
+        self, clock: Callable[[], float], progress: Callable[[int, int], None] | None
+    ) -> tuple[Scheduler, Executor, Observers]:
+        """Create the parts that run; the executor loads the weights."""
+        plan, selection = self.plan, Selection(self.registry, self.plan.parts)
+        names = [where for where in plan.parts if where.startswith("observers")]
+        observers = Observers([selection.create(where, None) for where in names])
+        scheduler: Scheduler = selection.create("scheduler", self.needs.scheduler, cache=self.cache, clock=clock)
+        executor: Executor = selection.create(
+            "executor",
+            ExecutorNeed(device=plan.device),
+            plan=plan.encode,
+            restore=lambda: (plan, self.registry),
+            progress=progress,
+        )
+        return scheduler, executor, observers
+
+    def admission(self) -> Admission:
+        config = EngineConfig.model_validate(self.plan.config)
+        sampler = Selection(self.registry, self.plan.parts).factory("sampler")
+        return Admission(
+            tokenizer=self.tokenizer,
+            vocab_size=self.plan.vocab_limit,
+            eos_ids=self.eos_ids,
+            max_length=self.plan.max_length,
+            capacity=self.plan.capacity,
+            max_queue=config.max_queue,
+            needs_host_token=bool(sampler.needs_host_token),
+        )
+
+
+def assemble(config: EngineConfig, registry: Registry, objects: Sequence[object] = ()) -> Assembled:
+    """Decide everything, load nothing. `objects` are the plugins that were passed to the engine, for the plan.
+
+    ConfigError with every refusal; CheckpointError; PluginError for an object that is broken.
+    """
+    _refuse_broken_objects(registry)
+    survey = Survey(config, registry)
+    try:
+        return _assemble(survey, objects)
+    finally:
+        survey.checkpoint.close()
+
+
+def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
+    config, needs, spec = survey.config, survey.needs, survey.spec
+    reasons = survey.decide_all()
+    if reasons:
+        reasons += survey.decide("cache", config.cache, None).reasons
+        raise ConfigError("the config can't work", reasons)
+    selection = survey.selection
+    ops = selection.create("ops", needs.ops)
+    backends = [
+        (selection.factory(where), selection.options(where), need)
+        for where, need in (("attention", needs.prefill), ("decode_attention", needs.decode))
+    ]
+    groups = make_groups(spec.layers, backends[0], backends[1], ops)
+    quantizer = selection.create("quantizer", needs.quantizer)
+    memory = plan_memory(config, survey.device, spec, quantizer, groups, survey.dtype, survey.max_length)
+    cache_need = CacheNeed(
+        groups=groups,
+        page_size=config.page_size,
+        budget_bytes=memory.kv_cache,
+        max_rows=config.max_rows,
+        max_length=survey.max_length,
+        max_query=needs.decode.max_query,
+    )
+    refused = survey.decide("cache", config.cache, cache_need).reasons
+    if refused:
+        raise ConfigError("the config can't work", refused)
+    cache: CacheManager = survey.selection.create("cache", cache_need)
+    tokenizer = _tokenizer(survey.checkpoint)
+    limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
+    paths, unportable = locate_objects(objects)
+    plan = AssemblyPlan(
+        config=config.model_dump(mode="json", exclude_none=True),
+        model=str(survey.path),
+        device=survey.device,
+        dtype=survey.dtype,
+        parts=survey.parts,
+        groups=groups,
+        pages=cache.pages,
+        max_length=survey.max_length,
+        capacity=_capacity(cache, survey.max_length),
+        vocab_limit=limit,
+        depth=needs.scheduler.depth,
+        memory=memory,
+        objects=paths,
+        unportable=unportable,
+    )
+    return Assembled(
+        plan=plan,
+        decisions=tuple(survey.decisions),
+        registry=survey.registry,
+        cache=cache,
+        needs=needs,
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(survey.checkpoint, tokenizer),
+    )
+
+
+def explain(config: EngineConfig, registry: Registry) -> list[Decision]:
+    """Every decision for this config and its model, with those that could not be made; loads no weight."""
+    survey = Survey(config, registry)
+    try:
+        _assemble(survey, ())
+    except ConfigError:
+        if all(decision.winner is not None for decision in survey.decisions):
+            raise  # not a matter of parts: memory, or layouts
+    finally:
+        survey.checkpoint.close()
+    return survey.decisions
+
+
+def restore(data: bytes) -> tuple[AssemblyPlan, Registry]:
+    """A plan from `AssemblyPlan.encode` and a registry of this process that holds the same parts.
+
+    PluginError: a part is not here, or of another version."""
+    plan = msgspec.json.decode(data, type=AssemblyPlan)
+    registry = Registry.discover(import_objects(plan.objects))
+    for where, part in plan.parts.items():
+        entry = registry.exactly(_role(where), part.name, part.plugin, part.distribution)
+        if entry.version != part.version:
+            raise PluginError(
+                f"the plan was made with {where} {part.name!r} of {part.distribution} {part.version}, but here it is "
+                f"{entry.version}: install the same version"
+            )
+    return plan, registry
+
+
+def _refuse_broken_objects(registry: Registry) -> None:
+    broken = registry.broken_objects
+    if broken:
+        raise PluginError("; ".join(f"{plugin.source} is broken: {plugin.reason}" for plugin in broken))
+
+
+def _capacity(cache: CacheManager, longest: int) -> int:
+    """The longest sequence that the whole cache holds: the last length that fits."""
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cache.fits(middle) else (low, middle - 1)
+    return low
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """None when the checkpoint has none that is read: such a model takes prompts of token ids."""
+    files = checkpoint.tokenizer
+    if files.tokenizer_json is None and files.gguf is None:
+        return None
+    return load_tokenizer(files)
+
+
+def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """generation_config.json first: chat models name their end of turn there."""
+    for source in (checkpoint.generation, checkpoint.config):
+        named = source.get("eos_token_id")
+        if named is not None:
+            return frozenset(named if isinstance(named, list | tuple) else [named])
+    return frozenset() if tokenizer is None or tokenizer.eos_id is None else frozenset([tokenizer.eos_id])

@@ -1,0 +1,61 @@
+"""Options that the commands which run a model share, and the engine that they ask for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", help="A file, a folder, or a name; see `pegboard models`.")
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="A TOML, YAML or JSON file.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one field, e.g. cache.options.prefix_reuse=false.")
+]
+MaxTokens = Annotated[int | None, typer.Option(help="New tokens at most; as many as fit if left out.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Keep the smallest set whose probability reaches p.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this share of the best one.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the text reproducible.")]
+
+
+@contextmanager
+def open_engine(
+    model: str | None, config: Path | None, overrides: list[str] | None, *, quiet: bool
+) -> Iterator[Engine]:
+    """The engine that the options describe, with a bar on stderr while it loads."""
+    from ..config import load_config
+    from ..config_sources import read_config
+    from ..engine import Engine
+
+    values: dict[str, Any] = {} if config is None else dict(read_config(config))
+    if model is not None:
+        values["model"] = model
+    loaded = load_config(values, overrides or ())
+    with _loading_bar(shown=not quiet and sys.stderr.isatty()) as advance:
+        engine = Engine(config=loaded, progress=advance)
+    with engine:
+        yield engine
+
+
+@contextmanager
+def _loading_bar(*, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

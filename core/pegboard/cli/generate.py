@@ -1,0 +1,106 @@
+"""`pegboard generate`: prompts in, text out, streamed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from ..errors import InvalidRequest, RequestFailed
+from .engine_options import (
+    ConfigOption,
+    MaxTokens,
+    MinP,
+    ModelOption,
+    Seed,
+    SetOption,
+    Temperature,
+    TopK,
+    TopP,
+    open_engine,
+)
+
+if TYPE_CHECKING:
+    from ..request import Delta, RequestOutput
+
+
+def generate(
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="May be repeated; '-' reads standard input.")],
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text at this string; may be repeated.")] = None,
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line.")] = False,
+) -> None:
+    """Generate text. One prompt is streamed; several run together and are printed in order."""
+    from ..contracts.sampler import SamplingParams
+    from ..request import Request
+
+    if system is not None and not chat:
+        raise InvalidRequest("--system needs --chat")
+    texts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    with open_engine(model, config, overrides, quiet=as_json) as engine:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        requests = [
+            Request(
+                prompt=engine.render([*before, {"role": "user", "content": text}]) if chat else text,
+                special=chat,
+                sampling=sampling,
+            )
+            for text in texts
+        ]
+        if len(requests) == 1 and not as_json:
+            print_stream(engine.stream(requests[0]))
+            return
+        outputs = engine.generate(requests, progress=not as_json and sys.stderr.isatty())
+    for output in outputs:
+        print(_line(output) if as_json else output.text)
+    failed = [output.error for output in outputs if output.error is not None]
+    if failed:
+        if as_json:  # each line carries its own error
+            raise typer.Exit(2)
+        raise RequestFailed(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
+
+
+def print_stream(deltas: Iterator[Delta]) -> str:
+    """Print the pieces as they come; returns the text. RequestFailed when it ended with an error."""
+    pieces: list[str] = []
+    try:
+        for delta in deltas:
+            print(delta.text, end="", flush=True)
+            pieces.append(delta.text)
+            if delta.error is not None:
+                raise RequestFailed(delta.error)
+    finally:
+        print()
+    return "".join(pieces)
+
+
+def _line(output: RequestOutput) -> str:
+    data = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "metrics": output.metrics,
+    }
+    return msgspec.json.encode(data if output.error is None else {**data, "error": output.error}).decode()

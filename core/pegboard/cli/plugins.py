@@ -1,0 +1,110 @@
+"""`pegboard plugins`: what is installed, what would be chosen, and whether it is sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from ..config import load_config
+from ..config_sources import read_config
+from ..contracts.part import ROLES
+from ..errors import PegboardError, PluginError
+from ..registry.interfaces import contract_problems
+from ..registry.options import listed, nearest
+from ..registry.parts import RegisteredPart
+from ..registry.registry import Registry
+from ..registry.report import broken_text, decisions_data, decisions_text, parts_data, parts_text
+from ..registry.resolution import resolve_static
+from .output import AsJson, emit
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, explain and check plugins.")
+
+
+@app.command("list")
+def list_parts(as_json: AsJson = False) -> None:
+    """Every part that is installed, and the plugins that are broken. Imports no part."""
+    registry = Registry.discover()
+    emit(parts_data(registry), parts_text(registry), as_json=as_json)
+
+
+@app.command()
+def explain(
+    config: Annotated[Path | None, typer.Argument(help="A config file; without one, the defaults.")] = None,
+    role: Annotated[str | None, typer.Option(help="Only the choices of this role.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a config chooses for each role, and why the others lost.
+
+    With a model, each candidate is asked whether it can serve it; without one, descriptors decide."""
+    if role is not None and role not in ROLES:
+        raise PluginError(f"unknown role {role!r}{nearest(role, ROLES)}; roles: {', '.join(ROLES)}")
+    registry = Registry.discover()
+    values = {} if config is None else read_config(config)
+    if "model" in values:
+        from ..assembly import explain as explain_model
+
+        decisions = list(explain_model(load_config(values), registry))
+        note = ""
+    else:
+        decisions = resolve_static(load_config({**values, "model": "(none)"}), registry)
+        note = "No model is named: decided from descriptors alone.\n\n"
+    if role is not None:
+        decisions = [decision for decision in decisions if decision.role == role]
+    data = {"static": bool(note), **decisions_data(decisions, registry.broken)}
+    emit(data, note + decisions_text(decisions, registry.broken), as_json=as_json)
+
+
+@app.command()
+def check(
+    name: Annotated[str | None, typer.Argument(help="A plugin, a distribution or a part; default: all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Import every part and hold it against its contract. Exits with 1 when something is wrong."""
+    registry = Registry.discover()
+    entries = [entry for role in ROLES for entry in registry.parts(role)]
+    broken = list(registry.broken)
+    if name is not None:
+        known = {known for entry in entries for known in (entry.plugin, entry.distribution, entry.part.name) if known}
+        known |= {known for plugin in broken for known in (plugin.plugin, plugin.distribution) if known}
+        entries = [entry for entry in entries if name in (entry.plugin, entry.distribution, entry.part.name)]
+        broken = [plugin for plugin in broken if name in (plugin.plugin, plugin.distribution)]
+        if not entries and not broken:
+            raise PluginError(f"no plugin, distribution or part {name!r}{nearest(name, known)}; known: {listed(known)}")
+    results = [_checked(registry, entry) for entry in entries]
+    lines = [_line(result) for result in results]
+    failed = broken or any(result["problems"] for result in results)
+    data = {"ok": not failed, "parts": results, "broken": msgspec.to_builtins(broken)}
+    emit(data, "\n".join([*lines, *broken_text(broken, tracebacks=True)]), as_json=as_json)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _checked(registry: Registry, entry: RegisteredPart) -> dict[str, Any]:
+    problems: list[str] = []
+    rivals = registry.ambiguous.get((entry.part.role, entry.part.name), ())
+    if rivals:
+        problems.append(f"ambiguous: offered by {' and '.join(rival.source for rival in rivals)}")
+    try:
+        problems += contract_problems(entry.part.role, entry.load())
+    except PegboardError as error:
+        problems.append(str(error))
+    try:
+        entry.options_model()
+    except PegboardError as error:
+        problems.append(str(error))
+    return {
+        "role": entry.part.role,
+        "name": entry.part.name,
+        "plugin": entry.plugin,
+        "distribution": entry.distribution,
+        "problems": problems,
+    }
+
+
+def _line(result: dict[str, Any]) -> str:
+    verdict = "FAIL" if result["problems"] else "ok"
+    reasons = "".join(f"\n      {problem}" for problem in result["problems"])
+    return f"{verdict:<5} {result['role']} {result['name']}  [{result['distribution']}, {result['plugin']}]{reasons}"

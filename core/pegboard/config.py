@@ -1,0 +1,275 @@
+"""What an engine is to be: one frozen record, from TOML, YAML, JSON or a dict."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from .config_sources import apply_overrides, read_config
+from .errors import ConfigError
+from .registry.options import listed, nearest, validate
+from .registry.parts import normalized
+from .registry.resolution import resolve_static
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
+
+    from .registry.registry import Registry
+
+#: Share of the memory that is available, for kv_memory = "auto".
+AUTO_SHARE: Final = 0.5
+
+_DEVICE: Final = r"auto|cpu|cuda(:[0-9]+)?"
+_AMOUNT: Final = r"([0-9]+(?:\.[0-9]+)?) ?(B|[KMGT]i?B|%)"
+_MEMORY: Final = "auto, a positive number of bytes, an amount such as 2GiB, or a share such as 40%"
+_UNITS: Final = {"B": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+}
+#: Fields that choose a part, and the role that each fills.
+_CHOICES: Final = {
+    "attention": "attention",
+    "decode_attention": "attention",
+    "cache": "cache",
+    "scheduler": "scheduler",
+    "sampler": "sampler",
+    "quantizer": "quantizer",
+    "ops": "ops",
+    "executor": "executor",
+    "speculator": "speculator",
+}
+
+
+def _check_device(value: str) -> str:
+    if not re.fullmatch(_DEVICE, value):
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
+    return value
+
+
+def _check_memory(value: object) -> object:
+    if isinstance(value, str) and value != "auto":
+        number, unit = _amount(value)
+        valid = number > 0 and (unit != "%" or number <= 100)
+    else:
+        valid = value == "auto" or (type(value) is int and value > 0)
+    if not valid:
+        raise ValueError(f"must be {_MEMORY}, got {value!r}")
+    return value
+
+
+def _amount(text: str) -> tuple[float, str]:
+    """(2.0, "GiB") of "2GiB"."""
+    found = re.fullmatch(_AMOUNT, text)
+    if found is None:
+        raise ValueError(f"must be {_MEMORY}, got {text!r}")
+    return float(found[1]), found[2]
+
+
+def _check_run_ahead(value: object) -> object:
+    if value == "auto" or (type(value) is int and 0 <= value <= 4):
+        return value
+    raise ValueError(f"must be auto or 0 to 4, got {value!r}")
+
+
+def _check_page_size(value: int) -> int:
+    if value < 16 or value & (value - 1):
+        raise ValueError(f"must be a power of two and at least 16, got {value}")
+    return value
+
+
+_FROZEN: Final = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class PartChoice(BaseModel):
+    """Which part fills a role. A bare string is short for {"use": ...}."""
+
+    model_config = _FROZEN
+
+    #: A part's name, or "auto".
+    use: Annotated[str, Field(min_length=1)] = "auto"
+    #: The part's own options, validated against its options model.
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return copy.deepcopy(value)  # the caller may go on to change theirs
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        name = {"type": "string", "minLength": 1, "description": 'Short for {"use": ...}.'}
+        return {"anyOf": [name, handler(schema)]}
+
+
+def _check_named(choice: PartChoice) -> PartChoice:
+    if choice.use == "auto":
+        raise ValueError("observers must be named; there is no automatic choice of them")
+    return choice
+
+
+class PluginsConfig(BaseModel):
+    model_config = _FROZEN
+
+    #: Distributions whose parts `auto` may choose, beside pegboard's own.
+    allow: tuple[str, ...] = Field(default=(), strict=False)
+
+
+class EngineConfig(BaseModel):
+    """Everything that an engine is assembled from. Frozen; models and checkpoint readers are chosen by what they
+    recognise, so they have no field."""
+
+    model_config = _FROZEN
+
+    #: A file or folder, or a name that `pegboard models` knows.
+    model: Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)] = Field(
+        min_length=1
+    )
+    device: Annotated[str, AfterValidator(_check_device), Field(json_schema_extra={"pattern": f"^({_DEVICE})$"})] = (
+        "auto"
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "float64"] = "auto"
+    #: What the automatic choice favours.
+    objective: Literal["latency", "throughput", "determinism", "memory"] = "throughput"
+    #: Bytes for all pages of the KV cache.
+    kv_memory: Annotated[
+        int | str,
+        BeforeValidator(_check_memory),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "integer", "minimum": 1},
+                    {
+                        "type": "string",
+                        "pattern": f"^(auto|{_AMOUNT.replace('?P<number>', '').replace('?P<unit>', '')})$",
+                    },
+                ],
+            }
+        ),
+    ] = "auto"
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "float64", "int8", "float8_e4m3fn"] = "auto"
+    #: Entries a page.
+    page_size: Annotated[int, AfterValidator(_check_page_size)] = 16
+    #: Longest prompt + output, in tokens; None: what the model was made for.
+    max_length: Positive | None = None
+    #: Sequences that run at once.
+    max_rows: Positive = 64
+    #: Tokens a step computes at most.
+    max_step_tokens: Positive = 2048
+    #: Sequences that wait at most.
+    max_queue: Positive = 1024
+    #: Steps that may fly while the host goes on.
+    run_ahead: Annotated[
+        int | str,
+        BeforeValidator(_check_run_ahead),
+        WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 0, "maximum": 4}]}),
+    ] = "auto"
+    #: Undelivered pieces that a request may have before it is paused.
+    stream_buffer: Positive = 256
+    #: A request's tokens don't depend on what runs beside it, bit for bit.
+    batch_invariant: bool = False
+    #: CPU threads for torch; None: as they are.
+    threads: Positive | None = None
+
+    attention: PartChoice = PartChoice()
+    #: None: the same as `attention`.
+    decode_attention: PartChoice | None = None
+    cache: PartChoice = PartChoice()
+    scheduler: PartChoice = PartChoice()
+    sampler: PartChoice = PartChoice()
+    quantizer: PartChoice = PartChoice()
+    ops: PartChoice = PartChoice()
+    executor: PartChoice = PartChoice()
+    #: None: no speculation.
+    speculator: PartChoice | None = None
+    observers: tuple[Annotated[PartChoice, AfterValidator(_check_named)], ...] = Field(default=(), strict=False)
+    plugins: PluginsConfig = PluginsConfig()
+
+    def kv_memory_bytes(self, available: int, *, auto_share: float = AUTO_SHARE) -> int:
+        """Bytes for the KV cache when `available` bytes are left beside the weights; "auto" takes `auto_share` of
+        them. ConfigError when more is asked for than there is."""
+        if self.kv_memory == "auto":
+            return int(available * auto_share)
+        if isinstance(self.kv_memory, int):
+            wanted = self.kv_memory
+        else:
+            number, unit = _amount(self.kv_memory)
+            wanted = int(available * number / 100 if unit == "%" else number * _UNITS[unit])
+        if wanted > available:
+            raise ConfigError(f"kv_memory: {self.kv_memory} is {wanted} bytes, but only {available} are available")
+        return wanted
+
+    def choices(self) -> tuple[tuple[str, str, PartChoice], ...]:
+        """(path in the config, role, choice) of every part that the config chooses."""
+        found = [(field, role, getattr(self, field)) for field, role in _CHOICES.items()]
+        found += [(f"observers[{index}]", "observer", choice) for index, choice in enumerate(self.observers)]
+        return tuple((where, role, choice) for where, role, choice in found if choice is not None)
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any] | Sequence[str] = ()
+) -> EngineConfig:
+    """The config in a TOML, YAML or JSON file, a mapping, or another config, with dotted keys overridden, e.g.
+    ["cache.options.eviction=lru"]. ConfigError with every problem at once."""
+    if isinstance(source, EngineConfig):
+        if not overrides:
+            return source
+        values: Mapping[str, Any] = source.model_dump()
+    elif isinstance(source, Mapping):
+        values = source
+    else:
+        values = read_config(source)
+    merged, problems = apply_overrides(values, overrides, {*_CHOICES, "observers"})
+    try:
+        config = validate(EngineConfig, merged, "")
+    except ConfigError as error:
+        problems.extend(error.reasons)
+    if problems:
+        origin = f"config {source}" if isinstance(source, str | Path) else "config"
+        raise ConfigError(f"{origin} is not valid", problems)
+    return config
+
+
+def config_schema() -> dict[str, Any]:
+    """The JSON schema of a config."""
+    return EngineConfig.model_json_schema()
+
+
+def check_config(config: EngineConfig, registry: Registry) -> list[str]:
+    """Everything in `config` that can't work with these plugins, as far as descriptors and options tell: names that
+    don't exist, broken or ambiguous plugins, wrong options, missing dependencies, devices. Loads no model."""
+    reasons = [f"{plugin.source} is broken: {plugin.reason}" for plugin in registry.broken_objects]
+    known = {normalized(name) for name in registry.distributions}
+    reasons += [
+        f"plugins.allow: no installed distribution {name!r} offers plugins{nearest(name, known)}; "
+        f"found: {listed(known)}"
+        for name in config.plugins.allow
+        if normalized(name) not in known
+    ]
+    for decision in resolve_static(config, registry):
+        reasons.extend(decision.reasons)
+    return reasons

@@ -1,0 +1,75 @@
+"""Executors: where the runner lives. Local, N ranks, another host: the engine can't tell."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from .device import DeviceFacts
+from .scheduler import StepPlan, StepResult
+
+
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on the executor's device."""
+
+    weights: int
+    kv_cache: int
+    workspace: int
+
+
+class ExecutorNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What an executor is asked to serve, before the plan is made."""
+
+    device: DeviceFacts
+    #: Drafts a row at most: whether it must run a speculator.
+    max_drafts: int = 0
+
+
+class Executor(ABC):
+    """Runs steps in order, never two calls at a time."""
+
+    @classmethod
+    @abstractmethod
+    def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]: ...
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls,
+        need: ExecutorNeed,
+        options: Any,
+        *,
+        plan: Callable[[], bytes],
+        restore: Callable[[], Any],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """Load the model and allocate the cache.
+
+        `plan()` gives the assembly plan's bytes, from which `pegboard.assembly.restore` makes the same parts in
+        another process (ConfigError when they can't leave this one). `restore()` gives them in this process.
+        `progress` is called with (bytes done, bytes in all) while weights load."""
+
+    @property
+    @abstractmethod
+    def flying(self) -> int:
+        """Steps launched and not retired."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step; returns without waiting for the device. If it raises, the step will never retire and the
+        steps before it still will."""
+
+    @abstractmethod
+    def retire(self, depth: int) -> StepResult | None:
+        """The result of the oldest step if more than `depth` fly, waiting for it; else None. If it raises, that step
+        is gone."""
+
+    @abstractmethod
+    def memory(self) -> MemoryReport: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory back. Legal at any time, more than once."""

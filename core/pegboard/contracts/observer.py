@@ -1,0 +1,69 @@
+"""Observers: told of lifecycle events, never on the per-layer path.
+
+An observer implements any of the hooks in `pegboard.registry.hookspecs.ObserverSpec`, each marked `@hookimpl`, with any
+subset of its arguments. Hooks run on the step's thread, so they must be quick; one that raises is logged and dropped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from .scheduler import FinishReason
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in seconds."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    #: Submission to first row in a step.
+    queue_time: float | None = None
+    #: Submission to first token.
+    ttft: float | None = None
+    #: Mean time between tokens after the first.
+    itl: float | None = None
+    total_time: float | None = None
+    preemptions: int = 0
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
+    #: Role -> the part chosen.
+    parts: Mapping[str, str]
+    load_seconds: float
+
+
+class RequestAdmitted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    prompt_tokens: int
+
+
+class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True):
+    #: The step that retired.
+    step: int
+    rows: int
+    #: From planning the next step to delivering this one's tokens; the device's time is in it when nothing runs ahead.
+    seconds: float
+    waiting: int
+    running: int
+
+
+class Observer(ABC):
+    @classmethod
+    @abstractmethod
+    def refusals(cls, need: None, options: Any) -> Sequence[str]: ...
+
+    @classmethod
+    @abstractmethod
+    def create(cls, need: None, options: Any) -> Self: ...

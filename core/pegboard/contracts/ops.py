@@ -1,0 +1,124 @@
+"""Ops: everything between the matmuls and the attention. One part serves all of them; a plugin subclasses
+`pegboard.ops.TorchOps` and replaces what it is faster at.
+
+Letters: T tokens, E hidden size, H query heads, K KV heads, D head size, F intermediate size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
+
+from .attention import KVLayout, LayerCache
+from .device import DeviceFacts
+from .quantizer import Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+
+
+class Norm(msgspec.Struct, frozen=True, kw_only=True):
+    """RMS norm: x / sqrt(mean(x^2) + eps) * (weight + offset), computed in float32 (float64 for float64).
+
+    `round_first`: the normalised x is rounded to x's dtype before the weight multiplies it (Llama, Qwen); otherwise
+    after (Gemma)."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+    round_first: bool = True
+
+
+class Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """Tables of one kind of rotary embedding: cos and sin [max_length, D_rot / 2], float32 (or float64).
+
+    neox style: dimension i pairs with i + D_rot / 2; interleaved: 2i with 2i + 1. D_rot <= D; the rest passes."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+class OpsNeed(msgspec.Struct, frozen=True, kw_only=True):
+    device: DeviceFacts
+    dtype: str
+    hidden_size: int
+    #: Head sizes that occur.
+    head_sizes: tuple[int, ...]
+    activations: tuple[str, ...]
+
+
+class Ops(ABC):
+    """Invariants: inputs are not changed, except the caches by the writing ops; results have x's dtype."""
+
+    #: Every op may be recorded into a CUDA graph.
+    capturable: bool = False
+
+    @classmethod
+    @abstractmethod
+    def refusals(cls, need: OpsNeed, options: Any) -> Sequence[str]: ...
+
+    @classmethod
+    @abstractmethod
+    def create(cls, need: OpsNeed, options: Any) -> Self: ...
+
+    @abstractmethod
+    def writes(self, layout: KVLayout) -> bool:
+        """Whether `rope_write` can fill this layout (quantizing on the way, if it has scales)."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """ids [T], weight [V, E] -> [T, E]"""
+
+    @abstractmethod
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """[..., E] -> norm(x), plus `residual` if given (norms after a block)."""
+
+    @abstractmethod
+    def project(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + act(linear(norm(x))), each part optional: the unit that kernels fuse.
+
+        x [T, I]. With `activation` the linear gives [gate | up] of 2F and the result is act(gate) * up, [T, F]."""
+
+    @abstractmethod
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """x [T, 2F] = [gate | up] -> act(gate) * up, [T, F]"""
+
+    @abstractmethod
+    def rope_write(
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int, int],
+        positions: Tensor,
+        rope: Rope | None,
+        cache: LayerCache,
+        write_index: Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """qkv [T, (H + 2K) * D] and heads (H, K, D) -> q [T, H, D] and k, v [T, K, D] (None when not kept).
+
+        Norms q and k by head, turns them by `positions` [T], and writes k and v into the cache at the flat entries
+        `write_index` [T] (quantized if the layout says so)."""
+
+    @abstractmethod
+    def copy_pages(self, cache: LayerCache, source: Tensor, target: Tensor) -> None:
+        """Copy pages source [N] to target [N] (int64) in every tensor of the layer; the sets are disjoint."""
+
+    @abstractmethod
+    def move_entries(self, cache: LayerCache, source: Tensor, target: Tensor) -> None:
+        """Move flat entries source [N] to target [N] (int64); the sets may overlap: all are read before any is
+        written. Compaction after tree verification and eviction."""

@@ -1,0 +1,104 @@
+"""Quantizers: recognise how a checkpoint's linear weights are stored, and make the linears that run them.
+
+Letters: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import msgspec
+
+from .checkpoint import Checkpoint
+from .device import DeviceFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """This process's part of a tensor-parallel model. The collectives are identities when size is 1."""
+
+    rank: int = 0
+    size: int = 1
+    #: Sum over ranks, in place or not; returns the sum.
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+    #: Concatenate over ranks along the last dimension.
+    all_gather: Callable[[Tensor], Tensor] | None = None
+
+
+class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One linear of the model: y = x W^T + b. Several stored matrices may be fused along the output."""
+
+    #: Name in the model, e.g. "model.layers.0.self_attn.qkv_proj".
+    name: str
+    #: Stored base names in order, e.g. (".../q_proj", ".../k_proj", ".../v_proj"); ".weight" and ".bias" follow.
+    sources: tuple[str, ...]
+    in_features: int
+    #: Output features of each source, before sharding.
+    out_features: tuple[int, ...]
+    bias: bool = False
+    #: How tensor parallelism splits it: along each source's output, along the input (summed over ranks by the
+    #: linear itself), or not.
+    partition: Literal["output", "input"] | None = None
+    #: Output features are split in units of this many (head size), so that heads stay whole.
+    unit: int = 1
+
+
+class Linear(Protocol):
+    """A ready linear. Reads its weights, changes nothing."""
+
+    in_features: int
+    out_features: int
+    #: Dense weight [O, I] for ops that fuse around it, or None when it is packed.
+    weight: Tensor | None
+    bias: Tensor | None
+    #: "input": the result of a rank is partial until reduced; calling the linear reduces it.
+    partition: Literal["output", "input"] | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O] in x's dtype."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+class QuantizerNeed(msgspec.Struct, frozen=True, kw_only=True):
+    device: DeviceFacts
+    #: dtype of activations
+    dtype: str
+    #: The checkpoint's `quantization_config`, or {}; `quant_method` names the scheme.
+    scheme: Mapping[str, Any] = {}
+    #: Storage types that occur among the tensors ("bfloat16", "Q4_1", ...).
+    storages: frozenset[str] = frozenset()
+    #: Rows that a decode step has at most, for choosing kernels.
+    max_rows: int = 1
+
+
+class Quantizer(ABC):
+    """Makes linears. Its descriptor's `matches` lists the schemes that it recognises ("none", "awq", "Q4_1", ...)."""
+
+    @classmethod
+    @abstractmethod
+    def refusals(cls, need: QuantizerNeed, options: Any) -> Sequence[str]:
+        """Why it can't: an unknown scheme, a device without the kernels (naming the alternative)."""
+
+    @classmethod
+    @abstractmethod
+    def create(cls, need: QuantizerNeed, options: Any) -> Self: ...
+
+    @abstractmethod
+    def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
+        """The stored tensors among `names` that `linear` will read, for the report of missing and unused tensors."""
+
+    @abstractmethod
+    def bytes_for(self, spec: LinearSpec, shard: Shard) -> int:
+        """Bytes that the linear will hold, known before loading (the memory plan)."""
+
+    @abstractmethod
+    def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> Linear:
+        """Read, shard, pack once and return the linear. Modules that the scheme skips are made dense.
+        CheckpointError for a missing or wrong-shaped tensor, naming it and both shapes."""

@@ -1,0 +1,85 @@
+"""Speculators: propose tokens for the target model to verify. Verification belongs to the sampler.
+
+Letters: R rows, k drafts, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from .attention import AttentionLayer, StateLayer
+from .device import DeviceFacts
+from .model import ModelSpec
+from .sampler import SlotOpening
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .batch import Batch
+
+
+class SpeculatorNeed(msgspec.Struct, frozen=True, kw_only=True):
+    device: DeviceFacts
+    target: ModelSpec
+    slots: int
+    max_length: int
+    max_drafts: int
+    #: Whether the sampler's verification wants draft distributions.
+    wants_probs: bool = False
+
+
+class DraftContext(msgspec.Struct, frozen=True, kw_only=True):
+    """State after the target's last step, all on the device."""
+
+    #: [R] int64
+    slots: Tensor
+    #: [R] int64: the last token chosen, and its position
+    last_ids: Tensor
+    positions: Tensor
+    #: The target's taps at the last kept token, each [R, E].
+    taps: tuple[Tensor, ...]
+    #: The batch of the speculator's own layers, when it has some.
+    batch: Batch | None
+    drafts: int
+
+
+class Drafts(msgspec.Struct, frozen=True, kw_only=True):
+    #: [R, k] int64; -1: no draft here (a row may propose fewer)
+    ids: Tensor
+    #: [R, k] int64: index of each draft's parent among (last token, draft 0, draft 1, ...); None: a chain.
+    parents: Tensor | None = None
+    #: [R, k, V] float32 distributions that the drafts were drawn from.
+    probs: Tensor | None = None
+
+
+class Speculator(ABC):
+    capturable: bool = False
+    #: Proposals need the host's view of the tokens (a host suffix automaton, say): rows run at depth 0.
+    needs_host_token: bool = False
+    #: Target layers whose hidden states it reads.
+    taps: tuple[int, ...] = ()
+    #: Its own attention or state layers; they get cache groups of their own.
+    layers: tuple[AttentionLayer | StateLayer, ...] = ()
+
+    @classmethod
+    @abstractmethod
+    def refusals(cls, need: SpeculatorNeed, options: Any) -> Sequence[str]:
+        """A draft of another vocabulary or a shorter context is refused here."""
+
+    @classmethod
+    @abstractmethod
+    def create(cls, need: SpeculatorNeed, options: Any) -> Self: ...
+
+    @abstractmethod
+    def open(self, openings: Sequence[SlotOpening]) -> None: ...
+
+    @abstractmethod
+    def propose(self, context: DraftContext) -> Drafts: ...
+
+    @abstractmethod
+    def observe(self, slots: Tensor, ids: Tensor, count: Tensor) -> None:
+        """The target kept ids [R, 1 + k] (-1 beyond count [R]) for these slots [R]."""

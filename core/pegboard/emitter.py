@@ -1,0 +1,154 @@
+"""From a step's outcome to deltas: text, stop strings, metrics. Owns the text state of every live sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .contracts.observer import RequestMetrics
+from .contracts.sampler import SamplingParams, TokenLogprobs
+from .contracts.scheduler import FinishReason, Progress
+from .request import Delta
+
+if TYPE_CHECKING:
+    from .text import IncrementalDetokenizer, StopMatcher
+
+
+class Emission:
+    """One sequence's way to text. Times on the engine's clock."""
+
+    def __init__(
+        self,
+        index: int,
+        sampling: SamplingParams,
+        prompt_tokens: int,
+        submitted: float,
+        detokenizer: IncrementalDetokenizer | None,
+        matcher: StopMatcher | None,
+    ) -> None:
+        self.index = index
+        self.sampling = sampling
+        self.prompt_tokens = prompt_tokens
+        self.submitted = submitted
+        self.detokenizer = detokenizer
+        self.matcher = matcher
+        self.output_tokens = 0
+        self.first_row: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+
+    def accept(self, tokens: Sequence[int], now: float) -> tuple[str, int, bool]:
+        """Text to stream, how many of the tokens belong to the output, and whether a stop string ended it."""
+        pieces: list[str] = []
+        for taken, token in enumerate(tokens, start=1):
+            self.output_tokens += 1
+            self.first_token = self.first_token or now
+            self.last_token = now
+            text = self.detokenizer.push((token,)) if self.detokenizer is not None else ""
+            if self.matcher is None:
+                pieces.append(text)
+                continue
+            released, stopped = self.matcher.push(text, self.output_tokens >= self.sampling.min_tokens)
+            pieces.append(released)
+            if stopped:
+                return "".join(pieces), taken, True
+        return "".join(pieces), len(tokens), False
+
+    def rest(self) -> tuple[str, bool]:
+        """Text held back until the end, and whether it completes a stop string."""
+        text = self.detokenizer.finish() if self.detokenizer is not None else ""
+        if self.matcher is None:
+            return text, False
+        released, stopped = self.matcher.push(text, self.output_tokens >= self.sampling.min_tokens)
+        return (released, True) if stopped else (released + self.matcher.finish(), False)
+
+    def metrics(self, now: float, progress: Progress) -> RequestMetrics:
+        itl = None
+        if self.output_tokens > 1 and self.first_token is not None and self.last_token is not None:
+            itl = (self.last_token - self.first_token) / (self.output_tokens - 1)
+        return RequestMetrics(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=progress.cached_tokens,
+            output_tokens=self.output_tokens,
+            queue_time=None if self.first_row is None else self.first_row - self.submitted,
+            ttft=None if self.first_token is None else self.first_token - self.submitted,
+            itl=itl,
+            total_time=now - self.submitted,
+            preemptions=progress.preemptions,
+        )
+
+
+class Emitter:
+    """`finish(id)` is called when a stop string ends a sequence that the scheduler still runs; the sequence's own
+    terminal Progress is then the end that is delivered."""
+
+    def __init__(self, clock: Callable[[], float], finish: Callable[[str, FinishReason, str | None], object]) -> None:
+        self._clock = clock
+        self._finish = finish
+        self._live: dict[str, Emission] = {}
+        #: Sequences that a stop string ended: later tokens of theirs are void.
+        self._stopped: set[str] = set()
+
+    def add(self, id: str, emission: Emission) -> None:
+        self._live[id] = emission
+
+    def forget(self, id: str) -> None:
+        self._live.pop(id, None)
+        self._stopped.discard(id)
+
+    def started(self, id: str) -> None:
+        """The sequence got its first row."""
+        emission = self._live.get(id)
+        if emission is not None and emission.first_row is None:
+            emission.first_row = self._clock()
+
+    def emit(self, progress: Progress) -> Delta | None:
+        """What to deliver for one sequence, or None. An exception here is the sequence's own failure."""
+        emission = self._live.get(progress.id)
+        if emission is None:
+            return None
+        now = self._clock()
+        text, taken, stopped = "", 0, progress.id in self._stopped
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if not stopped:
+            text, taken, stopped = emission.accept(progress.tokens, now)
+            logprobs = progress.logprobs[:taken]
+            if stopped and progress.finish_reason is None:
+                self._stopped.add(progress.id)
+                self._finish(progress.id, "stop", None)
+        reason, metrics = progress.finish_reason, None
+        if reason is not None:
+            if progress.id not in self._stopped and not stopped:
+                rest, ended = emission.rest()
+                text += rest
+                stopped = ended
+            metrics = emission.metrics(now, progress)
+            self.forget(progress.id)
+        if not (text or taken or progress.prompt_logprobs or reason):
+            return None
+        return Delta(
+            index=emission.index,
+            text=text,
+            token_ids=progress.tokens[:taken],
+            logprobs=logprobs,
+            prompt_logprobs=progress.prompt_logprobs,
+            # Whatever happened after a stop string was found does not matter any more.
+            finish_reason="stop" if reason is not None and stopped else reason,
+            error=None if stopped else progress.error,
+            metrics=metrics,
+        )
+
+    def fail(self, progress: Progress, error: Exception) -> Delta | None:
+        """Its text can't be made any more: end it, and say why."""
+        emission = self._live.pop(progress.id, None)
+        if emission is None:
+            return None
+        self._stopped.discard(progress.id)
+        if progress.finish_reason is None:
+            self._finish(progress.id, "error", str(error))
+        return Delta(
+            index=emission.index,
+            finish_reason="error",
+            error=f"making text of the tokens failed: {error!r}",
+            metrics=emission.metrics(self._clock(), progress),
+        )

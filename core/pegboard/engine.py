@@ -1,0 +1,360 @@
+"""Engine: submit, step, generate, stream, close. One thread owns the step; everything public is safe from any."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, overload
+
+from .assembly import assemble
+from .config import EngineConfig, load_config
+from .contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
+from .contracts.sampler import SamplingParams
+from .contracts.scheduler import Progress, SchedulerStats, StepPlan, StepResult
+from .emitter import Emission, Emitter
+from .errors import EngineDead, InvalidRequest
+from .phases import Phases
+from .registry.registry import Registry
+from .request import Delta, Prompt, Request, RequestOutput
+from .streams import Handle
+from .text import IncrementalDetokenizer, StopMatcher, render_chat
+
+logger = logging.getLogger("pegboard")
+
+#: A chat message: {"role": ..., "content": ...}
+Message = Mapping[str, Any]
+
+
+class Engine:
+    """An assembled engine. Use it as a context manager, or call `close`.
+
+    >>> with Engine("smollm2-135m-instruct") as engine:  # doctest: +SKIP
+    ...     print(engine.chat([{"role": "user", "content": "Hello"}]).text)
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        plugins: Sequence[object] = (),
+        progress: Callable[[int, int], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`model` and `settings` are fields of EngineConfig and override `config` (a file, a mapping or a config).
+
+        `plugins` are plugin objects to use besides the installed ones; `progress(bytes done, bytes in all)` is
+        called while weights load. ConfigError, CheckpointError, PluginError: it cannot work, with all reasons.
+        """
+        self._begin = time.monotonic()
+        chosen = settings if model is None else {"model": str(model), **settings}
+        loaded = load_config({} if config is None else config, chosen)
+        registry = Registry.discover(plugins)
+        assembled = assemble(loaded, registry, plugins)
+        self.config = loaded
+        self.plan = assembled.plan
+        self.decisions = assembled.decisions
+        self._admission = assembled.admission()
+        logger.info("memory: %s", self.plan.memory.text())
+        scheduler, executor, self._observers = assembled.build(time.monotonic, progress)
+        self._phases = Phases(scheduler, executor, self.plan.depth)
+        self._emitter = Emitter(time.monotonic, self._phases.finish)
+        self._pid = os.getpid()
+        self._names = itertools.count(1)
+        self._handles: dict[str, Handle] = {}
+        self._by_sequence: dict[str, Handle] = {}
+        self._dead: EngineDead | None = None
+        self._closing, self._closed = threading.Lock(), False
+        self._bell = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._bell, self._stopping), name="pegboard-step", daemon=True
+        )
+        self._finalizer = weakref.finalize(self, _stop, self._bell, self._stopping, self._thread)
+        self._thread.start()
+        parts = {role: part.name for role, part in self.plan.parts.items()}
+        seconds = time.monotonic() - self._begin
+        self._observers.notify("pegboard_engine_ready", EngineReady(parts=parts, load_seconds=seconds))
+
+    @classmethod
+    def from_config(
+        cls, source: EngineConfig | Mapping[str, Any] | str | Path, *, plugins: Sequence[object] = (), **settings: Any
+    ) -> Self:
+        """An engine from a TOML, YAML or JSON file, a mapping or a config; `settings` override."""
+        return cls(config=source, plugins=plugins, **settings)
+
+    # -- asking
+
+    def submit(
+        self,
+        prompt: Prompt | Request,
+        sampling: SamplingParams | None = None,
+        *,
+        id: str | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Admit one request and return at once. `options` are fields of Request (priority, timeout, salt, special).
+
+        InvalidRequest: it can never be served. QueueFull: not now. EngineDead: the engine was closed or has died.
+        """
+        request = prompt if isinstance(prompt, Request) else Request(prompt=prompt, **options)
+        if sampling is not None:
+            request = Request(**{f: getattr(request, f) for f in request.__struct_fields__} | {"sampling": sampling})
+        self._check_alive()
+        name = f"request-{next(self._names)}" if id is None else id
+        arrival = time.monotonic()
+        sequences = self._admission.sequences(request, name, arrival)
+        indices = {spec.id: index for index, spec in enumerate(sequences)}
+        handle = Handle(self, name, sequences[0].prompt, indices, self.config.stream_buffer)
+        with self._phases.lock:
+            self._check_alive()
+            if name in self._handles:
+                raise InvalidRequest(f"request id {name!r} is live already: give another, or none")
+            self._phases.scheduler.add(sequences)
+            self._phases.live.update(indices)
+            self._handles[name] = handle
+            for spec in sequences:
+                self._by_sequence[spec.id] = handle
+                self._emitter.add(spec.id, self._emission(indices[spec.id], request, len(spec.prompt), arrival))
+        self._bell.set()
+        self._observers.notify(
+            "pegboard_request_admitted", RequestAdmitted(id=name, prompt_tokens=len(handle.prompt_token_ids))
+        )
+        return handle
+
+    def stream(
+        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Delta]:
+        """Deltas as they come. Leaving the loop early aborts the request."""
+        return _drain(self.submit(prompt, sampling, **options))
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Delta]:
+        """Like `stream`, for a conversation."""
+        return self.stream(Request(prompt=self.render(messages), special=True, **options), sampling)
+
+    @overload
+    def generate(
+        self, prompt: str, sampling: SamplingParams | None = ..., *, progress: bool = ..., **options: Any
+    ) -> RequestOutput: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt | Request],
+        sampling: SamplingParams | None = ...,
+        *,
+        progress: bool = ...,
+        **options: Any,
+    ) -> list[RequestOutput]: ...
+    def generate(
+        self,
+        prompt: str | Sequence[Prompt | Request],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        **options: Any,
+    ) -> RequestOutput | list[RequestOutput]:
+        """One text in, one output out; a list in, a list out (a prompt of token ids goes into a list, too).
+
+        A single prompt that can't be admitted raises; in a list its output carries the error and the others run.
+        Many prompts throttle themselves against the bounded queue. `progress` shows a bar on stderr.
+        """
+        if isinstance(prompt, str):
+            return self.submit(prompt, sampling, **options).result()
+        from .many import generate_many
+
+        return generate_many(self, prompt, sampling, progress=progress, **options)
+
+    def chat(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """Answer a conversation with the model's own chat template."""
+        return self.submit(Request(prompt=self.render(messages), special=True, **options), sampling).result()
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt that the model's chat template makes of a conversation."""
+        tokenizer = self._admission.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise InvalidRequest("this model has no chat template: use generate with a prompt of your own")
+        bos, eos = ("" if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
+        return render_chat(tokenizer.chat_template, messages, bos_token=bos, eos_token=eos)
+
+    def abort(self, id: str) -> bool:
+        """End a request; its deltas end with "abort". False if no such request is live."""
+        with self._phases.lock:
+            handle, scheduler = self._handles.get(id), self._phases.scheduler
+            found = [] if handle is None else [scheduler.finish(seq, "abort") for seq in handle.indices]
+        self._bell.set()
+        return any(found)
+
+    # -- the step
+
+    def step(self) -> bool:
+        """The corridor: plan, launch, retire, commit, emit. False when there was nothing to do.
+
+        Called by the engine's own thread. What a part raises fails the requests that it touched (`Phases`).
+        """
+        begin = time.monotonic()
+        plan = self._phases.schedule()
+        self._phases.launch(plan)
+        retired = self._phases.retire(plan)
+        outcome = self._phases.commit(retired)
+        self._deliver(outcome)
+        self._observe(plan, retired, begin)
+        return plan is not None or retired is not None or bool(outcome)
+
+    def _deliver(self, outcome: Sequence[Progress]) -> None:
+        for progress in outcome:
+            handle = self._by_sequence.get(progress.id)
+            if handle is None:
+                continue
+            try:
+                delta = self._emitter.emit(progress)
+            except Exception as error:  # a tokenizer that raises is this request's trouble only
+                logger.error("emitting text of %s failed", progress.id, exc_info=error)
+                delta = self._emitter.fail(progress, error)
+            if delta is not None:
+                if not handle.put(delta):
+                    self._pause(handle)
+                if delta.finish_reason is not None:
+                    self._ended(progress.id, handle, delta)
+
+    def _ended(self, sequence: str, handle: Handle, delta: Delta) -> None:
+        del self._by_sequence[sequence]
+        if not handle.live:
+            with self._phases.lock:
+                self._handles.pop(handle.id, None)
+        if delta.finish_reason is not None and delta.metrics is not None:
+            event = RequestFinished(
+                id=sequence, finish_reason=delta.finish_reason, metrics=delta.metrics, error=delta.error
+            )
+            self._observers.notify("pegboard_request_finished", event)
+
+    def _observe(self, plan: StepPlan | None, retired: StepResult | None, begin: float) -> None:
+        if plan is not None:
+            for row in plan.rows:
+                if row.opening is not None:
+                    self._emitter.started(row.id)
+        if retired is not None and self._observers.active:
+            stats = self._phases.scheduler.stats()
+            event = StepDone(
+                step=retired.step,
+                rows=len(retired.rows),
+                seconds=time.monotonic() - begin,
+                waiting=stats.waiting,
+                running=stats.running,
+            )
+            self._observers.notify("pegboard_step_done", event)
+
+    # -- life
+
+    def close(self) -> None:
+        """End every request with an error, stop the thread, give all memory back. Legal more than once."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            with self._phases.lock:
+                self._dead = self._dead or EngineDead("the engine was closed")
+            self._finalizer()
+            self._die(self._dead)
+            self._phases.executor.close()
+            self._observers.notify("pegboard_engine_closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def stats(self) -> SchedulerStats:
+        """Sequences waiting, running, preempted and paused."""
+        return self._phases.scheduler.stats()
+
+    def _turn(self) -> float | None:
+        """One turn of the engine's thread: seconds to sleep before the next (None: until something is asked)."""
+        try:
+            if self.step():
+                return 0.0
+            if self._phases.idle:
+                return None
+            # Everything live is paused: only a deadline can change that by itself.
+            deadline = self._phases.scheduler.next_deadline()
+            return None if deadline is None else max(deadline - time.monotonic(), 0.001)
+        except Exception as error:
+            logger.critical("the engine stops after an error that it can't contain", exc_info=error)
+            dead = error if isinstance(error, EngineDead) else EngineDead(f"the engine died: {error!r}")
+            self._die(dead)
+            return None
+
+    def _die(self, error: EngineDead) -> None:
+        with self._phases.lock:
+            self._dead = self._dead or error
+            handles, self._handles = list(self._handles.values()), {}
+        self._stopping.set()
+        for handle in handles:
+            handle.kill(error)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(str(self._dead)) from self._dead
+        if os.getpid() != self._pid:
+            raise EngineDead("this process was forked from the engine's: make an engine here, or use the spawn method")
+
+    def _pause(self, handle: Handle) -> None:
+        with self._phases.lock:
+            if handle.paused:  # not drained in between
+                for sequence in handle.indices:
+                    self._phases.scheduler.pause(sequence)
+
+    def _wake(self, handle: Handle) -> None:
+        """A paused handle has room again."""
+        with self._phases.lock:
+            for sequence in handle.indices:
+                self._phases.scheduler.resume(sequence)
+        self._bell.set()
+
+    def _emission(self, index: int, request: Request, prompt_tokens: int, arrival: float) -> Emission:
+        tokenizer, sampling = self._admission.tokenizer, request.sampling
+        return Emission(
+            index,
+            sampling,
+            prompt_tokens,
+            arrival,
+            None if tokenizer is None else IncrementalDetokenizer(tokenizer),
+            StopMatcher(sampling.stop, sampling.include_stop) if sampling.stop else None,
+        )
+
+
+def _drain(handle: Handle) -> Iterator[Delta]:
+    try:
+        yield from handle
+    finally:
+        handle.abort()
+
+
+def _work(engine: weakref.ref[Engine], bell: threading.Event, stopping: threading.Event) -> None:
+    """The engine's thread. It holds no reference while it sleeps, so that a forgotten engine can go."""
+    while not stopping.is_set():
+        bell.clear()
+        alive = engine()
+        if alive is None:
+            return
+        pause = alive._turn()
+        del alive
+        if pause != 0.0:
+            bell.wait(pause)
+
+
+def _stop(bell: threading.Event, stopping: threading.Event, thread: threading.Thread) -> None:
+    stopping.set()
+    bell.set()
+    if thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,1 @@
+"""Architectures and the building blocks that they are made of."""

@@ -1,0 +1,130 @@
+"""What each part is asked to serve: derived from config, checkpoint and device alone, the same in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from .config import EngineConfig
+from .contracts.attention import AttentionLayer, AttentionNeed
+from .contracts.checkpoint import Checkpoint
+from .contracts.device import DeviceFacts
+from .contracts.model import ModelSpec
+from .contracts.ops import OpsNeed
+from .contracts.quantizer import QuantizerNeed
+from .contracts.sampler import SamplerNeed
+from .contracts.scheduler import SchedulerNeed
+from .dtypes import FLOAT_DTYPES
+from .errors import CheckpointError, ConfigError
+
+#: Rows with at most this many queries are decode rows; 1 + drafts once a speculator runs.
+DECODE_WIDTH = 1
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """By role. The cache's need comes later: it depends on the layouts that the parts agree on."""
+
+    quantizer: QuantizerNeed
+    ops: OpsNeed
+    prefill: AttentionNeed
+    decode: AttentionNeed
+    sampler: SamplerNeed
+    scheduler: SchedulerNeed
+
+
+def architecture(checkpoint: Checkpoint) -> str:
+    """The config's architecture. CheckpointError: it names none."""
+    named = checkpoint.config.get("architectures")
+    if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
+        raise CheckpointError(f"config.json must name its architecture, e.g. ['LlamaForCausalLM']; it has {named!r}")
+    return named[0]
+
+
+def scheme(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The checkpoint's quantization_config, or {}."""
+    return checkpoint.config.get("quantization_config") or {}
+
+
+def choose_dtype(asked: str, checkpoint: Checkpoint, device: DeviceFacts) -> str:
+    """For "auto": float32 on CPU; on CUDA the checkpoint's own, or a 16-bit one where that is no float dtype."""
+    if asked != "auto":
+        return asked
+    if device.type == "cpu":
+        return "float32"
+    stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "").removeprefix("torch.")
+    if stored in FLOAT_DTYPES:
+        return stored
+    return "bfloat16" if device.capability is None or device.capability >= (8, 0) else "float16"
+
+
+def choose_length(config: EngineConfig, spec: ModelSpec) -> int:
+    """Longest prompt + output that is admitted. ConfigError: more than the model was made for."""
+    if config.max_length is not None and config.max_length > spec.context_length:
+        raise ConfigError(
+            f"max_length is {config.max_length}, but the model was made for {spec.context_length} tokens",
+            ["lower max_length, or give the model's config a rope scaling that reaches so far"],
+        )
+    return config.max_length or spec.context_length
+
+
+def derive_needs(
+    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, device: DeviceFacts, dtype: str, max_length: int
+) -> Needs:
+    layers = tuple(dict.fromkeys(layer for layer in spec.layers if isinstance(layer, AttentionLayer)))
+
+    def attention(phase: Literal["prefill", "decode"], max_query: int) -> AttentionNeed:
+        return AttentionNeed(
+            device=device,
+            dtype=dtype,
+            kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+            page_size=config.page_size,
+            layers=layers,
+            phase=phase,
+            max_query=max_query,
+            max_rows=config.max_rows,
+            max_length=max_length,
+            batch_invariant=config.batch_invariant,
+        )
+
+    return Needs(
+        quantizer=QuantizerNeed(
+            device=device,
+            dtype=dtype,
+            scheme=scheme(checkpoint),
+            storages=frozenset(info.storage for info in checkpoint.tensors().values()),
+            max_rows=config.max_rows,
+        ),
+        ops=OpsNeed(
+            device=device,
+            dtype=dtype,
+            hidden_size=spec.hidden_size,
+            head_sizes=tuple(dict.fromkeys(layer.head_size for layer in layers)),
+            activations=spec.activations,
+        ),
+        prefill=attention("prefill", config.max_step_tokens),
+        decode=attention("decode", DECODE_WIDTH),
+        sampler=SamplerNeed(
+            device=device,
+            vocab_size=spec.vocab_size,
+            slots=config.max_rows,
+            max_length=max_length,
+            batch_invariant=config.batch_invariant,
+        ),
+        scheduler=SchedulerNeed(
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
+            max_queue=config.max_queue,
+            max_length=max_length,
+            depth=choose_depth(config, device),
+            decode_width=DECODE_WIDTH,
+        ),
+    )
+
+
+def choose_depth(config: EngineConfig, device: DeviceFacts) -> int:
+    """Steps that fly: on CPU the host is the device, so nothing is gained by default."""
+    if isinstance(config.run_ahead, int):
+        return config.run_ahead
+    return 1 if device.type == "cuda" else 0

@@ -1,0 +1,89 @@
+"""Which abstract class each role's factory follows, and what of it a given factory lacks."""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+from typing import Any, Final
+
+from ..contracts.attention import AttentionBackend
+from ..contracts.cache import CacheManager
+from ..contracts.checkpoint import Checkpoint
+from ..contracts.executor import Executor
+from ..contracts.model import DecoderModel
+from ..contracts.observer import Observer
+from ..contracts.ops import Ops
+from ..contracts.quantizer import Quantizer
+from ..contracts.sampler import Sampler
+from ..contracts.scheduler import Scheduler
+from ..contracts.speculator import Speculator
+
+INTERFACES: Final[dict[str, type]] = {
+    "attention": AttentionBackend,
+    "cache": CacheManager,
+    "scheduler": Scheduler,
+    "sampler": Sampler,
+    "quantizer": Quantizer,
+    "ops": Ops,
+    "model": DecoderModel,
+    "checkpoint": Checkpoint,
+    "speculator": Speculator,
+    "executor": Executor,
+    "observer": Observer,
+}
+
+
+def class_methods(role: str) -> tuple[str, ...]:
+    """The class methods that the role's contract demands, e.g. refusals and create."""
+    return tuple(name for name, value in vars(INTERFACES[role]).items() if isinstance(value, classmethod))
+
+
+def missing_class_methods(role: str, factory: Any) -> list[str]:
+    """Why `factory` can't be asked to create a part; cheap, done whenever one is loaded."""
+    problems = []
+    for name in class_methods(role):
+        found = getattr(factory, name, None)
+        if not callable(found) or getattr(found, "__isabstractmethod__", False):
+            problems.append(f"class method {name} of {INTERFACES[role].__name__} is not implemented")
+        elif isinstance(factory, type) and isinstance(inspect.getattr_static(factory, name), FunctionType):
+            problems.append(f"{name} must be a class method: mark it @classmethod")
+    return problems
+
+
+def contract_problems(role: str, factory: Any) -> list[str]:
+    """Everything in which `factory` falls short of the role's contract, as far as can be seen without running it."""
+    problems = missing_class_methods(role, factory)
+    if problems:
+        return problems
+    interface = INTERFACES[role]
+    names = set(class_methods(role))
+    if isinstance(factory, type):  # else an object that makes parts: only its class methods are known
+        names |= set(getattr(interface, "__abstractmethods__", ()))
+    for name in sorted(names):
+        found = inspect.getattr_static(factory, name, None)
+        if found is None or getattr(found, "__isabstractmethod__", False):
+            problems.append(f"{name} of {interface.__name__} is not implemented")
+        elif not isinstance(inspect.getattr_static(interface, name), property) and not isinstance(found, staticmethod):
+            problems.extend(_signature_problems(name, getattr(interface, name), getattr(factory, name)))
+    return problems
+
+
+def _signature_problems(name: str, contract: Any, method: Any) -> list[str]:
+    """Whether `method` takes what the contract may pass: required arguments alone, and all, by place or by name."""
+    try:
+        wanted, offered = inspect.signature(contract), inspect.signature(method)
+    except (TypeError, ValueError):
+        return []  # compiled: nothing to see
+    parameters = list(wanted.parameters.values())
+    by_name = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    required = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    optional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    needed_names = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    try:
+        offered.bind(*required, **needed_names)
+        offered.bind(*required, *optional, **by_name)
+        offered.bind(*required, **dict.fromkeys(optional), **by_name)
+    except TypeError as error:
+        plain = [p.replace(annotation=p.empty) for p in parameters]
+        return [f"{name} can't be called as {name}{inspect.Signature(plain)}: {error}"]
+    return []

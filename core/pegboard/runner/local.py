@@ -1,0 +1,121 @@
+"""LocalExecutor: the runner in this process, on one device."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+
+from pegboard.contracts.executor import Executor, ExecutorNeed, MemoryReport
+from pegboard.contracts.model import ModelKit
+from pegboard.contracts.quantizer import Shard
+from pegboard.contracts.scheduler import StepPlan, StepResult
+from pegboard.devices import torch_device
+from pegboard.errors import EngineDead
+
+from .model_runner import ModelRunner, RunnerParts
+from .tickets import Ticket
+
+
+class LocalExecutor(Executor):
+    """Steps run on this process's device in the order of launch; results are read when they retire."""
+
+    def __init__(self, runner: ModelRunner, weight_bytes: int, device: str) -> None:
+        self._runner: ModelRunner | None = runner
+        self._weight_bytes = weight_bytes
+        self._device = device
+        self._tickets: deque[Ticket] = deque()
+
+    @classmethod
+    def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
+        if need.max_drafts:
+            return ["the local executor does not run speculators yet: leave `speculator` out"]
+        return []
+
+    @classmethod
+    def create(
+        cls,
+        need: ExecutorNeed,
+        options: Any,
+        *,
+        plan: Callable[[], bytes],
+        restore: Callable[[], Any],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        from pegboard.assembly import Survey  # the executor is loaded by assembly, not the other way round
+
+        made, registry = restore()
+        device = torch_device(made.device)
+        survey = Survey.of_plan(made, registry)
+        selection, needs = survey.selection, survey.needs
+        try:
+            kit = ModelKit(
+                spec=survey.spec,
+                config=survey.checkpoint.config,
+                checkpoint=survey.checkpoint,
+                quantizer=selection.create("quantizer", needs.quantizer),
+                shard=Shard(),
+                device=device,
+                dtype=made.dtype,
+                max_length=made.max_length,
+                progress=progress,
+            )
+            model = selection.factory("model").create(kit)
+        except BaseException:
+            survey.checkpoint.close()
+            raise
+        parts = RunnerParts(
+            model=model,
+            spec=survey.spec,
+            ops=selection.create("ops", needs.ops),
+            prefill=selection.create("attention", needs.prefill),
+            decode=selection.create("decode_attention", needs.decode),
+            sampler=selection.create("sampler", needs.sampler),
+        )
+        runner = ModelRunner(
+            parts,
+            groups=made.groups,
+            pages=made.pages,
+            slots=survey.config.max_rows,
+            max_length=made.max_length,
+            page_size=survey.config.page_size,
+            device=device,
+            vocab_limit=made.vocab_limit,
+            decode_width=needs.scheduler.decode_width,
+        )
+        # Weights may be views of the mapped file: the mapping lives as long as they do.
+        survey.checkpoint.close()
+        return cls(runner, model.weight_bytes, device)
+
+    @property
+    def flying(self) -> int:
+        return len(self._tickets)
+
+    def launch(self, plan: StepPlan) -> None:
+        if self._runner is None:
+            raise EngineDead("the executor was closed")
+        self._tickets.append(self._runner.launch(plan))
+
+    def retire(self, depth: int) -> StepResult | None:
+        return self._tickets.popleft().result() if len(self._tickets) > depth else None
+
+    def memory(self) -> MemoryReport:
+        if self._runner is None:
+            return MemoryReport(weights=0, kv_cache=0, workspace=0)
+        return MemoryReport(
+            weights=self._weight_bytes,
+            kv_cache=self._runner.cache_bytes,
+            workspace=self._runner.workspace_bytes,
+        )
+
+    def close(self) -> None:
+        if self._runner is None:
+            return
+        self._runner = None
+        self._tickets.clear()
+        gc.collect()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()

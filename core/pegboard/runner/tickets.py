@@ -1,0 +1,100 @@
+"""A launched step that has not retired: device results on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pegboard.contracts.sampler import LogprobTensors, TokenLogprobs
+from pegboard.contracts.scheduler import RowPlan, RowResult, StepPlan, StepResult
+
+_NOTHING_TO_CHOOSE = "the model's logits hold NaN, or no token was left to choose from"
+
+
+class HostCopy:
+    """Tensors copied to the host; `wait` returns them. On CUDA through pinned memory and one event."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event = None
+        if tensors and tensors[0].is_cuda:
+            self._tensors = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+            for target, source in zip(self._tensors, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._tensors = list(tensors)
+
+    def wait(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
+
+
+def _records(ids: Sequence[int], parts: Sequence[Tensor]) -> list[TokenLogprobs]:
+    """parts: chosen [N], top ids [N, m], top values [N, m]"""
+    chosen, top_ids, top_values = (part.tolist() for part in parts)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(names, values, strict=True)))
+        for token, logprob, names, values in zip(ids, chosen, top_ids, top_values, strict=True)
+    ]
+
+
+class Ticket:
+    """`sampled` are the plan's rows that chose a token, in the order of `ids` [N]."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: Sequence[RowPlan],
+        ids: Tensor | None,
+        logprobs: LogprobTensors | None,
+        scores: Sequence[tuple[RowPlan, LogprobTensors]],
+    ) -> None:
+        self.plan = plan
+        self._sampled = sampled
+        self._scored = [row for row, _ in scores]
+        self._ids = HostCopy([] if ids is None else [ids])
+        self._logprobs = HostCopy(_parts(logprobs))
+        self._scores = [HostCopy(_parts(tensors)) for _, tensors in scores]
+
+    def result(self) -> StepResult:
+        """Waits for the copies."""
+        chosen = [int(i) for tensor in self._ids.wait() for i in tensor.tolist()]
+        tokens = {row.id: token for row, token in zip(self._sampled, chosen, strict=True)}
+        parts = self._logprobs.wait()
+        logprobs = dict(zip(tokens, _records(chosen, parts), strict=True)) if parts else {}
+        prompts = {}
+        for row, copy in zip(self._scored, self._scores, strict=True):
+            records = _records(row.targets, copy.wait())
+            prompts[row.id] = tuple(r for r in records if r.token_id >= 0)
+        return StepResult(
+            step=self.plan.id,
+            rows=tuple(self._row(row, tokens.get(row.id), logprobs.get(row.id), prompts) for row in self.plan.rows),
+        )
+
+    @staticmethod
+    def _row(
+        row: RowPlan,
+        token: int | None,
+        logprob: TokenLogprobs | None,
+        prompts: dict[str, tuple[TokenLogprobs, ...]],
+    ) -> RowResult:
+        scored = prompts.get(row.id, ())
+        if token is None:
+            return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored)
+        if token < 0:
+            return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored, error=_NOTHING_TO_CHOOSE)
+        return RowResult(
+            id=row.id,
+            epoch=row.epoch,
+            tokens=(token,),
+            logprobs=() if logprob is None else (logprob,),
+            prompt_logprobs=scored,
+        )
+
+
+def _parts(logprobs: LogprobTensors | None) -> list[Tensor]:
+    return [] if logprobs is None else [logprobs.chosen, logprobs.top_ids, logprobs.top_values]

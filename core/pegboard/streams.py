@@ -1,0 +1,163 @@
+"""Deltas on their way from the step's thread to whoever asked."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from .contracts.observer import RequestMetrics
+from .errors import EngineDead
+from .request import Completion, Delta, RequestOutput
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Handle:
+    """One submitted request: iterate over its deltas, or take its `result`. Safe from any thread.
+
+    The step's thread puts, one consumer takes. When more than `bound` deltas wait, the request is paused until the
+    consumer has taken half of them; other requests go on. After `result` is called nothing waits, so it never
+    pauses.
+    """
+
+    def __init__(self, engine: Engine, id: str, prompt: tuple[int, ...], indices: dict[str, int], bound: int) -> None:
+        self.id = id
+        self.prompt_token_ids = prompt
+        #: Sequence id -> index of the continuation.
+        self.indices = indices
+        self._engine = engine
+        self._bound = bound
+        self._ready = threading.Condition()
+        self._waiting: deque[Delta] = deque()
+        self._open = set(indices.values())
+        self._paused = False
+        self._gathering = False
+        self._gathered: list[Delta] = []
+        self._listener: Callable[[], None] | None = None
+
+    # -- the consumer's side
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Every delta from here on; ends after the last index's terminal one."""
+        while (delta := self.take()) is not None:
+            yield delta
+
+    def take(self, timeout: float | None = None) -> Delta | None:
+        """The next delta, waiting for it; None when all were taken. TimeoutError after `timeout` seconds."""
+        with self._ready:
+            if not self._ready.wait_for(lambda: self._waiting or not self._open, timeout):
+                raise TimeoutError(f"request {self.id}: nothing new within {timeout} s")
+            return self._pop()
+
+    def take_now(self) -> Delta | None:
+        """The next delta if one waits, else None."""
+        with self._ready:
+            return self._pop()
+
+    @property
+    def live(self) -> bool:
+        """Some continuation has not ended yet."""
+        return bool(self._open)
+
+    @property
+    def paused(self) -> bool:
+        """Its consumer is behind."""
+        return self._paused
+
+    @property
+    def done(self) -> bool:
+        """All deltas were taken, the terminal ones included."""
+        with self._ready:
+            return not self._open and not self._waiting
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end and put everything together. TimeoutError after `timeout` seconds; the request goes on."""
+        self.gather()
+        with self._ready:
+            if not self._ready.wait_for(lambda: not self._open, timeout):
+                raise TimeoutError(f"request {self.id}: not finished within {timeout} s")
+            return _join(self.id, self.prompt_token_ids, self._gathered)
+
+    def gather(self) -> None:
+        """Only the `result` is wanted: keep everything, never pause."""
+        with self._ready:
+            self._gathering = True
+            self._gathered.extend(self._waiting)
+            self._waiting.clear()
+            self._release()
+
+    def abort(self) -> None:
+        """End it; its deltas end with finish_reason "abort". Nothing happens if it has ended already."""
+        self._engine.abort(self.id)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` (from the step's thread) whenever something new waits."""
+        with self._ready:
+            self._listener = listener
+        listener()
+
+    def _pop(self) -> Delta | None:
+        delta = self._waiting.popleft() if self._waiting else None
+        if self._paused and len(self._waiting) <= self._bound // 2:
+            self._release()
+        return delta
+
+    def _release(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._engine._wake(self)  # the engine's own other half
+
+    # -- the step's side
+
+    def put(self, delta: Delta) -> bool:
+        """False: the consumer is behind, pause the request."""
+        with self._ready:
+            if delta.index not in self._open:
+                return True
+            (self._gathered if self._gathering else self._waiting).append(delta)
+            if delta.finish_reason is not None:
+                self._open.discard(delta.index)
+            if len(self._waiting) > self._bound and not self._paused and self._open:
+                self._paused = True
+            paused, listener = self._paused, self._listener
+            self._ready.notify_all()
+        if listener is not None:
+            listener()
+        return not paused
+
+    def kill(self, error: EngineDead) -> None:
+        """Terminal deltas for whatever is still open."""
+        for index in sorted(self._open):
+            self.put(Delta(index=index, finish_reason="error", error=str(error)))
+
+
+def _join(id: str, prompt: tuple[int, ...], deltas: list[Delta]) -> RequestOutput:
+    completions = []
+    for index in sorted({delta.index for delta in deltas}):
+        own = [delta for delta in deltas if delta.index == index]
+        last = own[-1]
+        assert last.finish_reason is not None  # the last delta of an index is its terminal one
+        logprobs = tuple(record for delta in own for record in delta.logprobs)
+        completions.append(
+            Completion(
+                index=index,
+                text="".join(delta.text for delta in own),
+                token_ids=tuple(token for delta in own for token in delta.token_ids),
+                finish_reason=last.finish_reason,
+                metrics=last.metrics or RequestMetrics(),
+                logprobs=logprobs or None,
+                error=last.error,
+            )
+        )
+    scored = tuple(record for delta in deltas for record in delta.prompt_logprobs if delta.index == 0)
+    errors = [c.error for c in completions if c.error is not None]
+    return RequestOutput(
+        id=id,
+        prompt_token_ids=prompt,
+        completions=tuple(completions),
+        prompt_logprobs=scored or None,
+        error=errors[0] if errors else None,
+    )

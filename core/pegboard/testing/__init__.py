@@ -1,0 +1,1 @@
+"""Public test tools for plugin authors. Nothing here is imported by the engine."""

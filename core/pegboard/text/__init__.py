@@ -1,0 +1,8 @@
+"""Text to ids and back: tokenizer, incremental detokenizer, stop strings, chat templates."""
+
+from .chat import render_chat
+from .detokenizer import IncrementalDetokenizer
+from .stop import StopMatcher
+from .tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["IncrementalDetokenizer", "StopMatcher", "Tokenizer", "load_tokenizer", "render_chat"]

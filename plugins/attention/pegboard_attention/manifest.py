@@ -1,0 +1,17 @@
+"""What this plugin offers. Imports neither torch nor the parts themselves."""
+
+from __future__ import annotations
+
+from pegboard import Part, hookimpl
+
+
+@hookimpl
+def pegboard_parts() -> tuple[Part, ...]:
+    return (
+        Part(
+            role="attention",
+            name="torch",
+            factory="pegboard_attention.torch_backend:TorchAttention",
+            summary="Paged attention in plain torch, on any device; the reference for kernels",
+        ),
+    )

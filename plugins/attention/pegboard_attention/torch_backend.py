@@ -1,0 +1,185 @@
+"""Attention in plain torch, on any device: the oracle for every kernel, and what CPU users run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from pegboard.contracts.attention import AttentionBackend, AttentionLayer, AttentionNeed, KVLayout, LayerCache
+from pegboard.contracts.batch import Rows
+from pegboard.contracts.device import TensorSpec
+from pegboard.dtypes import FLOAT_DTYPES, torch_dtype
+from pegboard.errors import PegboardError
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .tiles import Tile, make_tiles
+
+#: A query's ancestors are the bits of a signed 64-bit integer.
+MAX_TREE_QUERIES = 63
+
+
+class TorchPlan:
+    """A step's tiles, made when the first layer needs them, and room for gathered K/V that all layers share."""
+
+    def __init__(self, rows: Rows, layer: AttentionLayer, page_size: int) -> None:
+        self.rows = rows
+        self.layer = layer
+        self._page_size = page_size
+        self._scratch: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        return make_tiles(self.rows, self.layer, self._page_size)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether every row that is not idle has no entries but its own queries, and sees all of them up to itself."""
+        bounds, layer = self.rows.bounds, self.layer
+        return (
+            bounds.max_kv <= bounds.max_query == bounds.min_query
+            and self.rows.ancestors is None
+            and (layer.window is None or layer.window >= bounds.max_query)
+        )
+
+    def scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Two buffers [entries, K, D] for the widest tile. Fresh pages of memory cost more than the copy into them."""
+        if self._scratch is None:
+            entries = max(tile.rows * tile.columns for tile in self.tiles)
+            self._scratch = (like.new_empty(entries, *like.shape[1:]), like.new_empty(entries, *like.shape[1:]))
+        return self._scratch
+
+
+class TorchAttention(AttentionBackend[TorchPlan]):
+    """Exact attention over paged K/V of the compute dtype; softmax in float32 (float64 for float64).
+
+    Rows are padded into dense tiles (see `tiles`); the entries of a tile are gathered, so a step needs room for one
+    layer's K/V of `tiles.GATHER_ELEMENTS`, or of one row if that is longer, and for a block of scores or masks."""
+
+    def __init__(self, need: AttentionNeed) -> None:
+        self._dtype = torch_dtype(need.dtype)
+        self._page_size = need.page_size
+
+    @classmethod
+    def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
+        reasons = []
+        if need.dtype not in FLOAT_DTYPES:
+            reasons.append(f"computes in {', '.join(FLOAT_DTYPES)}, not in {need.dtype}")
+        if need.kv_dtype != need.dtype:
+            reasons.append(f"reads K/V of the compute dtype {need.dtype} only, not {need.kv_dtype}")
+        if need.score_mass:
+            reasons.append("does not report score mass")
+        if need.batch_invariant:
+            reasons.append("is not bit for bit independent of a row's neighbours: torch picks kernels by shape")
+        if need.ancestors and need.phase == "decode" and need.max_query > MAX_TREE_QUERIES:
+            reasons.append(f"verifies trees of at most {MAX_TREE_QUERIES} queries, not {need.max_query}")
+        reasons.extend(
+            f"{layer.query_heads} query heads are no multiple of {layer.kv_heads} KV heads"
+            for layer in dict.fromkeys(need.layers)
+            if layer.query_heads % layer.kv_heads
+        )
+        return reasons
+
+    @classmethod
+    def create(cls, need: AttentionNeed, options: Any) -> Self:
+        return cls(need)
+
+    @classmethod
+    def layouts(cls, need: AttentionNeed, layer: AttentionLayer, options: Any) -> Sequence[KVLayout]:
+        shape = (need.page_size, layer.kv_heads, layer.head_size)
+        tensors = tuple(TensorSpec(name=name, shape=shape, dtype=need.kv_dtype) for name in ("k", "v"))
+        return (KVLayout(name="nhd", tensors=tensors),)
+
+    def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> TorchPlan:
+        return TorchPlan(rows, layer, self._page_size)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        plan: TorchPlan,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        layer = plan.layer
+        expected = (plan.rows.bounds.tokens, layer.query_heads, layer.head_size)
+        if q.dtype != self._dtype or q.shape != expected:
+            raise PegboardError(f"q is {tuple(q.shape)} {q.dtype}; the plan is for {expected} {self._dtype}")
+        if layer.sinks != (sinks is not None):
+            raise PegboardError("the layer has sinks and none were given" if layer.sinks else "sinks without need")
+        if k is not None and v is not None and plan.fresh and self._can_use_sdpa_without_mask(layer, q):
+            return _fresh(q, k, v, plan)
+        return _tiled(q, cache, plan, sinks)
+
+    def _can_use_sdpa_without_mask(self, layer: AttentionLayer, q: Tensor) -> bool:
+        if layer.softcap is not None or layer.sinks:
+            return False
+        # Elsewhere torch would fall back to all scores at once
+        return q.device.type == "cpu" or (q.dtype in (torch.float16, torch.bfloat16) and layer.head_size <= 256)
+
+
+def _fresh(q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan) -> Tensor:
+    """A dense batch of whole prompts: causal attention over the given k and v."""
+    rows, layer = plan.rows.bounds.rows, plan.layer
+    qkv = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
+    grouped = layer.query_heads != layer.kv_heads
+    out = scaled_dot_product_attention(*qkv, is_causal=True, scale=layer.scale, enable_gqa=grouped).transpose(1, 2)
+    idle = (plan.rows.kv_len == 0)[:, None, None, None]
+    return out.masked_fill(idle, 0).contiguous().flatten(0, 1)
+
+
+def _tiled(q: Tensor, cache: LayerCache, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
+    layer, tokens = plan.layer, q.shape[0]
+    heads = (layer.kv_heads, layer.query_heads // layer.kv_heads, layer.head_size)
+    entries = [cache.tensors[name].flatten(0, 1) for name in ("k", "v")]
+    # One row more: where the padding of ragged tiles goes
+    out = q.new_empty(tokens + 1, *heads)
+    for tile in plan.tiles:
+        k, v = (
+            torch.index_select(source, 0, tile.entry, out=buffer[: tile.entry.shape[0]])
+            .unflatten(0, (tile.rows, tile.columns))
+            .transpose(1, 2)
+            for source, buffer in zip(entries, plan.scratch(entries[0]), strict=True)
+        )  # [R, K, L, D]
+        place = slice(tile.first_row * tile.queries, (tile.first_row + tile.rows) * tile.queries)
+        queries = q[place] if tile.token is None else q.index_select(0, tile.token)
+        queries = queries.reshape(tile.rows, tile.queries, *heads).permute(0, 2, 1, 3, 4)  # [R, K, n, G, D]
+        mixed = out[place] if tile.scatter is None else out.new_empty(tile.scatter.shape[0], *heads)
+        by_row = mixed.unflatten(0, (tile.rows, tile.queries))  # [R, n, K, G, D]
+        for index, (slots, columns) in enumerate(tile.blocks):
+            part = queries[:, :, slots]
+            block = _block(
+                part.reshape(tile.rows, heads[0], -1, heads[2]),
+                k[:, :, columns],
+                v[:, :, columns],
+                tile.mask(index, heads[1], q.dtype),
+                layer,
+                sinks,
+            )
+            by_row[:, slots] = block.unflatten(2, (-1, heads[1])).permute(0, 2, 1, 3, 4)
+        by_row.masked_fill_(tile.idle[:, None, None, None, None], 0)
+        if tile.scatter is not None:
+            out.index_copy_(0, tile.scatter, mixed)
+    return out[:tokens].flatten(1, 2)
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
+    """q [R, K, n * G, D] (slot-major), k and v [R, K, L, D], mask [R, 1, n * G, L] -> [R, K, n * G, D]"""
+    if layer.softcap is None and sinks is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
+    work = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(work) * layer.scale) @ k.to(work).transpose(2, 3)
+    if layer.softcap is not None:
+        scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+    scores += mask
+    if sinks is None:
+        return (scores.softmax(-1) @ v.to(work)).to(q.dtype)
+    group = layer.query_heads // layer.kv_heads
+    sink = sinks.to(work).view(layer.kv_heads, group).repeat(1, q.shape[2] // group)[..., None]  # [K, n * G, 1]
+    peak = scores.amax(-1, keepdim=True).maximum(sink)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True) + (sink - peak).exp()
+    return ((weights @ v.to(work)) / total).to(q.dtype)

@@ -1,0 +1,17 @@
+"""What this plugin offers. Imports neither torch nor the parts themselves."""
+
+from __future__ import annotations
+
+from pegboard import Part, hookimpl
+
+
+@hookimpl
+def pegboard_parts() -> tuple[Part, ...]:
+    return (
+        Part(
+            role="sampler",
+            name="torch",
+            factory="pegboard_sampling.torch_sampler:TorchSampler",
+            summary="Every sampling parameter in plain torch, on any device",
+        ),
+    )

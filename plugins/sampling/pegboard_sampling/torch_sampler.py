@@ -1,0 +1,205 @@
+"""The reference sampler, on any device. `choice` holds the arithmetic, `slots` the state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import msgspec
+import torch
+from pegboard.contracts.sampler import (
+    LogprobTensors,
+    SampleOutput,
+    Sampler,
+    SamplerNeed,
+    SampleRows,
+    SlotOpening,
+    VerifyOutput,
+    VerifyRows,
+)
+from pegboard.errors import PegboardError
+from torch import Tensor
+
+from . import logprobs
+from .choice import Candidates, Draw, all_candidates, pick_from_all, top_k_candidates, top_p_candidates
+from .slots import Kind, SlotTable
+
+_ADJUSTMENTS = frozenset({"penalties", "bias", "min_tokens"})
+
+
+class _Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """M choices to make: row `source` of the logits each (None: the rows in order), for a slot, at a position."""
+
+    source: Tensor | None
+    slots: Tensor
+    positions: Tensor
+    host_slots: tuple[int, ...]
+    #: [M, j] tokens of the slot's text before this choice that are not yet counted, -1 for none.
+    path: Tensor | None = None
+
+
+class TorchSampler(Sampler):
+    """Rows with the same needs are processed together: greedy rows cost one pass, noise is computed only for
+    tokens that can still win. Penalties and bias are applied in float32 (float64 for float64 logits), temperature and
+    everything after it in float64.
+
+    A NaN among a row's logits, or no token above -inf, gives id -1. A +inf logit wins; several share the mass.
+    """
+
+    def __init__(self, need: SamplerNeed) -> None:
+        self._vocab_size = need.vocab_size
+        self._max_drafts = need.max_drafts
+        device = need.device
+        self._table = SlotTable(
+            need.slots,
+            need.vocab_size,
+            torch.device(device.type, device.index) if device.type == "cuda" else torch.device(device.type),
+        )
+
+    @classmethod
+    def refusals(cls, need: SamplerNeed, options: Any) -> Sequence[str]:
+        return ()
+
+    @classmethod
+    def create(cls, need: SamplerNeed, options: Any) -> Self:
+        return cls(need)
+
+    def open(self, openings: Sequence[SlotOpening]) -> None:
+        self._table.open(openings)
+
+    def features(self, host_slots: Sequence[int]) -> frozenset[str]:
+        return frozenset().union(*(self._table.facts(slot).features for slot in host_slots))
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> SampleOutput:
+        self._check_width(logits)
+        count = len(rows.host_slots)
+        if logits.shape[0] != count or rows.slots.shape[0] != count:
+            raise PegboardError(
+                f"{logits.shape[0]} rows of logits and {rows.slots.shape[0]} slots for {count} slots of the host"
+            )
+        choices = _Choices(source=None, slots=rows.slots, positions=rows.positions, host_slots=rows.host_slots)
+        ids, found = self._choose(logits, choices)
+        self._table.advance(rows.slots, ids[:, None], rows.host_slots)
+        return SampleOutput(ids=ids, logprobs=found.result((count,)) if found else None)
+
+    def verify(self, logits: Tensor, rows: VerifyRows) -> VerifyOutput:
+        """`coupled` verification of chains: a draft is kept iff it is what the target itself chooses there, with the
+        noise of that position and penalties that count the drafts before it. Log-probabilities are
+        [N, 1 + k] (and [N, 1 + k, m]), meaningful for the kept tokens."""
+        self._check_width(logits)
+        if rows.parents is not None:
+            raise PegboardError("this sampler verifies chains of drafts, not trees (VerifyRows.parents must be None)")
+        if rows.probs is not None:
+            raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
+        count, width = len(rows.host_slots), 1 + self._max_drafts
+        start, end = rows.query_start[:-1].long()[:, None], rows.query_start[1:].long()[:, None]
+        step = torch.arange(width, device=logits.device)
+        query = start + step  # [N, 1 + k]
+        real = query < end
+        query = query.minimum(end - 1).clamp_(min=0)
+        drafts = rows.ids[query].masked_fill_(~real, -1)[:, 1:]  # [N, k]
+        # Choice j follows drafts 0 .. j - 1
+        before = drafts[:, None].expand(-1, width, -1).masked_fill(step[:-1] >= step[:, None], -1)
+        choices = _Choices(
+            source=query.flatten(),
+            slots=rows.slots.repeat_interleave(width),
+            positions=(rows.positions[:, None] + step).flatten(),
+            host_slots=tuple(slot for slot in rows.host_slots for _ in range(width)),
+            path=before.flatten(0, 1) if self._max_drafts else None,
+        )
+        ids, found = self._choose(logits, choices)
+        ids = ids.view(count, width)
+        agreed = (drafts == ids[:, :-1]) & (drafts >= 0)
+        kept = 1 + agreed.cumprod(1).sum(1)
+        ends = self._table.is_end(rows.slots, ids)
+        first_end = torch.where(ends, step, width).amin(1)
+        room = self._table.number("max_length", rows.slots) - rows.positions
+        kept = kept.minimum(first_end + 1).minimum(room).clamp_(min=0)
+        beyond = step >= kept[:, None]
+        ids = ids.masked_fill(beyond, -1)
+        self._table.advance(rows.slots, ids, rows.host_slots)
+        return VerifyOutput(
+            ids=ids,
+            count=kept,
+            path=step.expand_as(ids).masked_fill(beyond, -1),
+            logprobs=found.result((count, width)) if found else None,
+        )
+
+    def score(self, logits: Tensor, targets: Tensor, top: int) -> LogprobTensors:
+        self._check_width(logits)
+        return logprobs.of_logits(logits, targets, top)
+
+    def _check_width(self, logits: Tensor) -> None:
+        if logits.dim() != 2 or logits.shape[1] != self._vocab_size:
+            raise PegboardError(f"logits are {tuple(logits.shape)}, expected [rows, {self._vocab_size}]")
+
+    def _choose(self, logits: Tensor, choices: _Choices) -> tuple[Tensor, logprobs.LogprobBuffer | None]:
+        """Ids [M], and log-probabilities when a slot asks for them."""
+        facts = [self._table.facts(slot) for slot in choices.host_slots]
+        groups: dict[tuple[Kind, frozenset[str], bool, bool], list[int]] = {}
+        for index, fact in enumerate(facts):
+            asks = fact.logprobs is not None
+            key = (fact.kind, fact.features & _ADJUSTMENTS, asks, asks and fact.processed_logprobs)
+            groups.setdefault(key, []).append(index)
+        wanted = [fact.logprobs for fact in facts if fact.logprobs is not None]
+        found = None
+        if wanted:
+            found = logprobs.LogprobBuffer(len(facts), min(max(wanted), self._vocab_size), logits)
+        ids = torch.empty(len(facts), dtype=torch.int64, device=logits.device)
+        for (kind, adjustments, asks, processed), members in groups.items():
+            every = len(members) == len(facts)
+            rows = torch.arange(len(facts), device=logits.device) if every else self._table.tensor(members)
+            source = rows if choices.source is None else choices.source[rows]
+            raw = logits if every and choices.source is None else logits[source]
+            slots = choices.slots[rows]
+            path = choices.path[rows] if choices.path is not None else None
+            adjusted = self._table.adjust(raw, slots, adjustments, path) if adjustments else raw
+            greatest_k = max(facts[member].top_k for member in members)
+            chosen, candidates = self._group(adjusted, slots, choices.positions[rows], kind, greatest_k, processed)
+            if adjustments:  # a NaN may have been masked
+                chosen = chosen.masked_fill(raw.amax(-1).isnan(), -1)
+            ids[rows] = chosen
+            if found is not None and asks:
+                top = max(facts[member].logprobs or 0 for member in members)
+                found.put(
+                    rows,
+                    logprobs.of_logits(raw, chosen, top)
+                    if candidates is None
+                    else logprobs.of_candidates(candidates, chosen, top, self._vocab_size),
+                )
+        return ids, found
+
+    def _group(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, kind: Kind, greatest_k: int, processed: bool
+    ) -> tuple[Tensor, Candidates | None]:
+        """Choices of rows of one kind, -1 where there is none; with `processed` what they were chosen from.
+        Greedy rows choose from the adjusted logits, at temperature 1."""
+        peak, first = logits.max(-1)
+        hopeless = peak.isnan() | (peak == -torch.inf)
+        number = self._table.number
+        temperature = number("temperature", slots)
+        draw = Draw(
+            peak=peak.double()[:, None],
+            temperature=(torch.ones_like(temperature) if kind == "greedy" else temperature)[:, None],
+            top_p=number("top_p", slots)[:, None],
+            min_p=number("min_p", slots)[:, None],
+            seeds=number("seed", slots),
+            positions=positions,
+        )
+        if kind == "greedy":
+            chosen = first
+            candidates = (
+                all_candidates(logits, replace(draw, min_p=torch.zeros_like(draw.min_p))) if processed else None
+            )
+        elif kind == "noise" and not processed:
+            chosen, candidates = pick_from_all(logits, draw), None
+        else:
+            if kind == "top_k":
+                candidates = top_k_candidates(logits, draw, number("top_k", slots)[:, None], greatest_k)
+            elif kind == "top_p":
+                candidates = top_p_candidates(logits, draw)
+            else:
+                candidates = all_candidates(logits, draw)
+            chosen = candidates.pick(draw)
+        return chosen.masked_fill(hopeless, -1), candidates if processed else None

@@ -1,0 +1,195 @@
+"""DenseQuantizer over an in-memory checkpoint: fusing, converting, sharding, refusing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from pegboard.contracts.checkpoint import Checkpoint, TensorInfo, TokenizerFiles
+from pegboard.contracts.device import DeviceFacts
+from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
+from pegboard.errors import CheckpointError, ConfigError
+from pegboard_quant.dense import DenseQuantizer
+from torch import Tensor
+
+
+class MemoryCheckpoint(Checkpoint):
+    """Tensors in memory; a read without conversion is a view, as of a mapped file."""
+
+    def __init__(self, stored: dict[str, Tensor]) -> None:
+        self.stored = stored
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        return False
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        raise NotImplementedError
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def generation(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def tokenizer(self) -> TokenizerFiles:
+        return TokenizerFiles()
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: TensorInfo(name=name, shape=tuple(t.shape), storage=str(t.dtype)[6:], nbytes=t.nbytes)
+            for name, t in self.stored.items()
+        }
+
+    def read(
+        self,
+        name: str,
+        *,
+        dtype: str | None = None,
+        device: str = "cpu",
+        dim: int = 0,
+        start: int = 0,
+        length: int | None = None,
+    ) -> Tensor:
+        tensor = self.stored[name]
+        part = tensor.narrow(dim, start, tensor.shape[dim] - start if length is None else length)
+        return part.to(device, getattr(torch, dtype) if dtype else None)
+
+    def close(self) -> None: ...
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+QKV = LinearSpec(
+    name="qkv_proj",
+    sources=("q_proj", "k_proj", "v_proj"),
+    in_features=12,
+    out_features=(16, 8, 8),
+    bias=True,
+    partition="output",
+    unit=4,
+)
+DOWN = LinearSpec(
+    name="down_proj", sources=("down_proj",), in_features=12, out_features=(10,), bias=True, partition="input"
+)
+
+
+@pytest.fixture
+def checkpoint() -> MemoryCheckpoint:
+    shapes = {"q_proj": (16, 12), "k_proj": (8, 12), "v_proj": (8, 12), "down_proj": (10, 12)}
+    stored = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        stored[f"{name}.weight"] = random(*shape, seed=seed)
+        stored[f"{name}.bias"] = random(shape[0], seed=seed + 50)
+    return MemoryCheckpoint(stored)
+
+
+def quantizer(dtype: str = "float64") -> DenseQuantizer:
+    need = QuantizerNeed(device=DeviceFacts(type="cpu"), dtype=dtype)
+    assert not DenseQuantizer.refusals(need, None)
+    return DenseQuantizer.create(need, None)
+
+
+def test_sources_are_fused_in_order(checkpoint: MemoryCheckpoint) -> None:
+    linear = quantizer().linear(QKV, checkpoint, Shard())
+    x = random(5, 12, seed=9)
+    expected = torch.cat(
+        [x @ checkpoint.stored[f"{s}.weight"].T + checkpoint.stored[f"{s}.bias"] for s in QKV.sources], dim=1
+    )
+    torch.testing.assert_close(linear(x), expected)
+    assert (linear.in_features, linear.out_features, linear.partition) == (12, 32, None)
+    assert linear.weight_bytes == (32 * 12 + 32) * 8 == quantizer().bytes_for(QKV, Shard())
+
+
+def test_a_single_source_stays_a_view_of_the_file(checkpoint: MemoryCheckpoint) -> None:
+    linear = quantizer().linear(DOWN, checkpoint, Shard())
+    assert linear.weight is not None
+    assert linear.weight.data_ptr() == checkpoint.stored["down_proj.weight"].data_ptr()
+
+
+def test_conversion_to_the_compute_dtype(checkpoint: MemoryCheckpoint) -> None:
+    linear = quantizer("bfloat16").linear(DOWN, checkpoint, Shard())
+    assert linear.weight is not None
+    assert torch.equal(linear.weight, checkpoint.stored["down_proj.weight"].bfloat16())
+    assert linear(torch.ones(2, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert linear.weight_bytes == quantizer("bfloat16").bytes_for(DOWN, Shard()) == (120 + 10) * 2
+
+
+def test_output_shards_keep_heads_whole(checkpoint: MemoryCheckpoint) -> None:
+    x = random(5, 12, seed=9)
+    whole = quantizer().linear(QKV, checkpoint, Shard())(x).split(QKV.out_features, dim=1)
+    for rank in range(2):
+        shard = Shard(rank=rank, size=2)
+        linear = quantizer().linear(QKV, checkpoint, shard)
+        expected = torch.cat([part.chunk(2, dim=1)[rank] for part in whole], dim=1)
+        torch.testing.assert_close(linear(x), expected)
+        assert linear.partition == "output"
+        assert linear.weight_bytes == quantizer().bytes_for(QKV, shard)
+
+
+def test_input_shards_sum_to_the_whole_with_one_bias(checkpoint: MemoryCheckpoint) -> None:
+    x = random(5, 12, seed=9)
+    partial: list[Tensor] = []
+
+    def keep(part: Tensor) -> Tensor:
+        partial.append(part.clone())
+        return sum(partial[1:], start=partial[0])
+
+    for rank in range(3):
+        shard = Shard(rank=rank, size=3, all_reduce=keep)
+        linear = quantizer().linear(DOWN, checkpoint, shard)
+        out = linear(x[:, rank * 4 : rank * 4 + 4])
+        assert linear.partition == "input"
+        assert linear.weight_bytes == quantizer().bytes_for(DOWN, shard) == (10 * 4 + 10) * 8
+    torch.testing.assert_close(out, quantizer().linear(DOWN, checkpoint, Shard())(x))
+
+
+def test_an_unsplit_linear_is_whole_on_every_rank(checkpoint: MemoryCheckpoint) -> None:
+    spec = LinearSpec(name="down_proj", sources=("down_proj",), in_features=12, out_features=(10,))
+    shard = Shard(rank=1, size=2, all_reduce=lambda x: x * 2)
+    linear = quantizer().linear(spec, checkpoint, shard)
+    x = random(2, 12, seed=3)
+    torch.testing.assert_close(linear(x), x @ checkpoint.stored["down_proj.weight"].T)
+    assert linear.partition is None
+    assert linear.weight_bytes == quantizer().bytes_for(spec, shard) == 10 * 12 * 8
+
+
+def test_every_missing_and_wrong_tensor_is_named(checkpoint: MemoryCheckpoint) -> None:
+    del checkpoint.stored["k_proj.bias"]
+    checkpoint.stored["v_proj.weight"] = torch.zeros(8, 13)
+    with pytest.raises(CheckpointError) as error:
+        quantizer().linear(QKV, checkpoint, Shard())
+    assert "k_proj.bias (8,) is missing" in str(error.value)
+    assert "v_proj.weight has shape (8, 13), expected (8, 12)" in str(error.value)
+
+
+def test_what_cannot_be_split_is_refused(checkpoint: MemoryCheckpoint) -> None:
+    with pytest.raises(ConfigError, match=r"k_proj: 8 features in units of 4 .* over 4 ranks"):
+        quantizer().linear(QKV, checkpoint, Shard(rank=0, size=4))
+    with pytest.raises(ConfigError, match="12 features"):
+        quantizer().bytes_for(DOWN, Shard(rank=0, size=5))
+    with pytest.raises(ConfigError, match="all_reduce"):
+        quantizer().linear(DOWN, checkpoint, Shard(rank=0, size=2))
+
+
+def test_tensor_names(checkpoint: MemoryCheckpoint) -> None:
+    names = checkpoint.tensors()
+    assert set(quantizer().tensor_names(QKV, names)) == {f"{s}.{x}" for s in QKV.sources for x in ("weight", "bias")}
+    assert quantizer().tensor_names(QKV, {"q_proj.weight": None, "down_proj.weight": None}) == ("q_proj.weight",)
+
+
+def test_refusals() -> None:
+    need = QuantizerNeed(device=DeviceFacts(type="cpu"), dtype="int8", scheme={"quant_method": "awq"})
+    reasons = DenseQuantizer.refusals(need, None)
+    assert len(reasons) == 2
+    assert "int8" in reasons[0]
+    assert "'awq'" in reasons[1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .contracts.observer import RequestMetrics
 from .contracts.sampler import SamplingParams, TokenLogprobs
-from .contracts.scheduler import FinishReason, Progress
+from .contracts.scheduler import FinishReason, Progress, StepPlan
 from .request import Delta
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class Emission:
         if self.matcher is None:
             return text, False
         released, stopped = self.matcher.push(text, self.output_tokens >= self.sampling.min_tokens)
-        return (released, True) if stopped else (released + self.matcher.finish(), False)
+        if not stopped:  # a match may have waited for a longer one that began further left
+            released += self.matcher.finish()
+        return released, self.matcher.matched is not None
 
     def metrics(self, now: float, progress: Progress) -> RequestMetrics:
         itl = None
@@ -96,11 +98,12 @@ class Emitter:
         self._live.pop(id, None)
         self._stopped.discard(id)
 
-    def started(self, id: str) -> None:
-        """The sequence got its first row."""
-        emission = self._live.get(id)
-        if emission is not None and emission.first_row is None:
-            emission.first_row = self._clock()
+    def started(self, plan: StepPlan | None) -> None:
+        """Note the time for sequences that get their first row in this step."""
+        for row in () if plan is None else plan.rows:
+            emission = self._live.get(row.id) if row.opening is not None else None
+            if emission is not None and emission.first_row is None:
+                emission.first_row = self._clock()
 
     def emit(self, progress: Progress) -> Delta | None:
         """What to deliver for one sequence, or None. An exception here is the sequence's own failure."""

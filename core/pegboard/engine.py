@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, overload
 
+from msgspec.structs import replace
+
 from .assembly import assemble
 from .config import EngineConfig, load_config
 from .contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
 from .contracts.sampler import SamplingParams
-from .contracts.scheduler import Progress, SchedulerStats, StepPlan, StepResult
+from .contracts.scheduler import Progress, SchedulerStats, StepResult
 from .emitter import Emission, Emitter
 from .errors import EngineDead, InvalidRequest
 from .phases import Phases
@@ -103,15 +105,18 @@ class Engine:
 
         InvalidRequest: it can never be served. QueueFull: not now. EngineDead: the engine was closed or has died.
         """
-        request = prompt if isinstance(prompt, Request) else Request(prompt=prompt, **options)
         if sampling is not None:
-            request = Request(**{f: getattr(request, f) for f in request.__struct_fields__} | {"sampling": sampling})
+            options["sampling"] = sampling
+        request = replace(prompt, **options) if isinstance(prompt, Request) else Request(prompt=prompt, **options)
         self._check_alive()
         name = f"request-{next(self._names)}" if id is None else id
         arrival = time.monotonic()
         sequences = self._admission.sequences(request, name, arrival)
         indices = {spec.id: index for index, spec in enumerate(sequences)}
         handle = Handle(self, name, sequences[0].prompt, indices, self.config.stream_buffer)
+        emissions = {
+            spec.id: self._emission(indices[spec.id], request, len(spec.prompt), arrival) for spec in sequences
+        }
         with self._phases.lock:
             self._check_alive()
             if name in self._handles:
@@ -119,9 +124,9 @@ class Engine:
             self._phases.scheduler.add(sequences)
             self._phases.live.update(indices)
             self._handles[name] = handle
-            for spec in sequences:
-                self._by_sequence[spec.id] = handle
-                self._emitter.add(spec.id, self._emission(indices[spec.id], request, len(spec.prompt), arrival))
+            for sequence, emission in emissions.items():
+                self._by_sequence[sequence] = handle
+                self._emitter.add(sequence, emission)
         self._bell.set()
         self._observers.notify(
             "pegboard_request_admitted", RequestAdmitted(id=name, prompt_tokens=len(handle.prompt_token_ids))
@@ -183,8 +188,9 @@ class Engine:
         tokenizer = self._admission.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise InvalidRequest("this model has no chat template: use generate with a prompt of your own")
-        bos, eos = ("" if t is None else tokenizer.token_text(t) for t in (tokenizer.bos_id, tokenizer.eos_id))
-        return render_chat(tokenizer.chat_template, messages, bos_token=bos, eos_token=eos)
+        return render_chat(
+            tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+        )
 
     def abort(self, id: str) -> bool:
         """End a request; its deltas end with "abort". False if no such request is live."""
@@ -203,11 +209,12 @@ class Engine:
         """
         begin = time.monotonic()
         plan = self._phases.schedule()
+        self._emitter.started(plan)
         self._phases.launch(plan)
         retired = self._phases.retire(plan)
         outcome = self._phases.commit(retired)
         self._deliver(outcome)
-        self._observe(plan, retired, begin)
+        self._observe(retired, begin)
         return plan is not None or retired is not None or bool(outcome)
 
     def _deliver(self, outcome: Sequence[Progress]) -> None:
@@ -237,11 +244,7 @@ class Engine:
             )
             self._observers.notify("pegboard_request_finished", event)
 
-    def _observe(self, plan: StepPlan | None, retired: StepResult | None, begin: float) -> None:
-        if plan is not None:
-            for row in plan.rows:
-                if row.opening is not None:
-                    self._emitter.started(row.id)
+    def _observe(self, retired: StepResult | None, begin: float) -> None:
         if retired is not None and self._observers.active:
             stats = self._phases.scheduler.stats()
             event = StepDone(

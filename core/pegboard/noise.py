@@ -50,19 +50,21 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     Products wrap modulo 2**64, which keeps all 64 bits of a 32 x 32 product. Only what is multiplied next is masked
     to 32 bits: the upper half of a word that is merely xored does no harm until then.
     """
-    c0, c1, c2, c3 = counter
+    import torch
+
     k0, k1 = key
-    for _ in range(ROUNDS):
+    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))  # type: ignore[no-untyped-call]
+    c0, c1, c2, c3 = (word.expand(shape) for word in counter)
+    for round in range(ROUNDS):
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0 = (product1 >> 32).bitwise_xor(c1 ^ k0).bitwise_and_(_WORD)
-        c2 = (product0 >> 32).bitwise_xor(c3 ^ k1).bitwise_and_(_WORD)
+        c0 = (product1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0 + round * KEY_STEPS[0]).bitwise_and_(_WORD)
+        c2 = (product0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1 + round * KEY_STEPS[1]).bitwise_and_(_WORD)
         c1, c3 = product1, product0
-        k0, k1 = (k0 + KEY_STEPS[0]) & _WORD, (k1 + KEY_STEPS[1]) & _WORD
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Noise [N, M] float64 of tokens `token_ids` ([M], or [N, M] of a row's own), for seeds [N] and positions [N] int64."""
+    """Noise [N, M] float64 of `token_ids` ([M], or [N, M]: each row its own) for seeds [N] and positions [N], int64."""
     seeds, positions = seeds[:, None], positions[:, None]
     key = (seeds & _WORD, (seeds >> 32) & _WORD)
     zero = positions.new_zeros(())

@@ -159,7 +159,10 @@ class CacheManager(ABC):
     @abstractmethod
     def fork(self, parent: str, child: str, length: int) -> None:
         """Open `child` as a copy of the first `length` entries of `parent` (written or launched, all of them
-        committed or to be so). Pages are shared until one of the two writes."""
+        committed or to be so). Pages are shared until one of the two writes. The child has committed what the parent
+        has of them; the rest it commits itself. Neither writes those entries again. ValueError, with nothing changed:
+        `child` is open, `length` is beyond what was reserved, a windowed group has dropped what a query at `length`
+        would see, a recurrent state stands elsewhere than at `length` or finds no page for its copy."""
 
     @abstractmethod
     def release(self, seq: str, fence: int = 0) -> None:

@@ -54,7 +54,8 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     query: int
     #: Position of the first query: exact when `tokens` is given, else an upper bound.
     start: int
-    #: The queries' ids when the host knows them, else empty: the device feeds its last token (and drafts).
+    #: The ids of the first `query - drafts` queries when the host knows them, else empty: the device feeds its last
+    #: token. Drafts always come from the device.
     tokens: tuple[int, ...]
     #: How many of the queries are drafts (the device's speculator fills them).
     drafts: int = 0
@@ -117,6 +118,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """What became final for one sequence. Exactly one with a finish_reason is given for each admitted sequence."""
 
     id: str
+    #: The token that ended it ("stop") is the last of them.
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

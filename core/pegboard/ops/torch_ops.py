@@ -108,11 +108,11 @@ class TorchOps(Ops):
             )
         by_head = qkv.view(-1, query_heads + 2 * kv_heads, size)
         if q_norm is None and k_norm is None:
-            turned, v = by_head.split([query_heads + kv_heads, kv_heads], dim=1)
+            turned, v = torch.split(by_head, [query_heads + kv_heads, kv_heads], dim=1)
             turned = turned if rope is None else rotate(turned, positions, rope)
-            q, k = turned.split([query_heads, kv_heads], dim=1)
+            q, k = torch.split(turned, [query_heads, kv_heads], dim=1)
         else:
-            q, k, v = by_head.split([query_heads, kv_heads, kv_heads], dim=1)
+            q, k, v = torch.split(by_head, [query_heads, kv_heads, kv_heads], dim=1)
             q, k = (x if norm is None else self.norm(x, norm) for x, norm in ((q, q_norm), (k, k_norm)))
             if rope is not None:
                 q, k = rotate(q, positions, rope), rotate(k, positions, rope)
@@ -129,8 +129,8 @@ class TorchOps(Ops):
         for name, tensor in cache.tensors.items():
             if tensor.shape[1] != cache.page_size:
                 raise PegboardError(
-                    f"{name} of layout {cache.layout.name!r} has pages of {tuple(tensor.shape[1:])}: entries (page size "
-                    f"{cache.page_size}) must come first to be moved"
+                    f"{name} of layout {cache.layout.name!r} has pages of {tuple(tensor.shape[1:])}: entries "
+                    f"(page size {cache.page_size}) must come first to be moved"
                 )
             entries = tensor.flatten(0, 1)
             entries.index_copy_(0, target, entries.index_select(0, source))

@@ -1,6 +1,6 @@
 """What schedulers are made of: the ledger keeps the books, a policy decides who runs and how much.
 
-A scheduler derives from `LedgerScheduler`, and its `schedule` reads `ledger.running` and `ledger.next_waiting()`, adds rows
+A scheduler derives from `LedgerScheduler`; its `schedule` reads `ledger.running` and `ledger.next_waiting()`, adds rows
 to the `StepBuilder` of `ledger.begin()` and returns `ledger.launch(step)`.
 """
 

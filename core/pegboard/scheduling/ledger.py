@@ -216,7 +216,7 @@ class Ledger:
         return tuple(step for step, rows in self._flights if seq.id in rows and rows[seq.id].epoch == seq.epoch)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the pages of a running sequence; it starts over with all its tokens as the prompt. What flies is void."""
+        """Take the pages of a running sequence; it starts over from all its tokens. What flies is void."""
         self.cache.release(seq.id, seq.fence)
         self._empty(seq)
         self.running.discard(seq)
@@ -292,7 +292,7 @@ class Ledger:
         self.cache.retire(self._flights[0][0] - 1 if self._flights else self._steps)
 
     def _take(self, seq: Sequence, plan: RowPlan, row: RowResult) -> None:
-        """Take in one row of the sequence's present life. Runs for every row of every step: no calls but the cache's."""
+        """Take in one row of the sequence's present life. On the path of every row: few calls."""
         seq.flying -= 1
         seq.flying_entries -= plan.query
         tokens, reason = row.tokens, None

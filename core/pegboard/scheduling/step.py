@@ -33,11 +33,12 @@ class StepBuilder:
         changed. `query - drafts` is at most `seq.wants()`; a sequence is added once."""
         start = seq.entries + seq.flying_entries
         known = query - drafts
+        tokens: tuple[int, ...] = ()
         if seq.flying_samples:
             # With drafts in flight the bound may pass max_length, the true entry can't.
             if start >= seq.max_length:
                 start = seq.max_length - 1
-            samples, tokens = True, ()
+            samples = True
         else:
             end = start + known
             samples = end == len(seq.tokens)

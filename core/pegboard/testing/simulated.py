@@ -96,8 +96,8 @@ class _Slot:
 class SimulatedDevice:
     """Launch and retire like an executor. Raises AssertionError when a plan is wrong.
 
-    Work is done in launch order and reported when a step retires, so the host learns tokens late by the depth. A row of a
-    sequence that ended on the device still writes, into its own reserved entries, as a real one may.
+    Work is done in launch order and reported when a step retires, so the host learns tokens late by the depth. A row of
+    a sequence that ended on the device still writes, into its own reserved entries, as a real one may.
     """
 
     def __init__(

@@ -124,9 +124,9 @@ class TorchAttention(AttentionBackend[TorchPlan]):
 def _fresh(q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan) -> Tensor:
     """A dense batch of whole prompts: causal attention over the given k and v."""
     rows, layer = plan.rows.bounds.rows, plan.layer
-    qkv = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.reshape(rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     grouped = layer.query_heads != layer.kv_heads
-    out = scaled_dot_product_attention(*qkv, is_causal=True, scale=layer.scale, enable_gqa=grouped).transpose(1, 2)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=grouped).transpose(1, 2)
     idle = (plan.rows.kv_len == 0)[:, None, None, None]
     return out.masked_fill(idle, 0).contiguous().flatten(0, 1)
 
@@ -140,7 +140,7 @@ def _tiled(q: Tensor, cache: LayerCache, plan: TorchPlan, sinks: Tensor | None) 
     for tile in plan.tiles:
         k, v = (
             torch.index_select(source, 0, tile.entry, out=buffer[: tile.entry.shape[0]])
-            .unflatten(0, (tile.rows, tile.columns))
+            .view(tile.rows, tile.columns, heads[0], heads[2])
             .transpose(1, 2)
             for source, buffer in zip(entries, plan.scratch(entries[0]), strict=True)
         )  # [R, K, L, D]
@@ -148,7 +148,7 @@ def _tiled(q: Tensor, cache: LayerCache, plan: TorchPlan, sinks: Tensor | None) 
         queries = q[place] if tile.token is None else q.index_select(0, tile.token)
         queries = queries.reshape(tile.rows, tile.queries, *heads).permute(0, 2, 1, 3, 4)  # [R, K, n, G, D]
         mixed = out[place] if tile.scatter is None else out.new_empty(tile.scatter.shape[0], *heads)
-        by_row = mixed.unflatten(0, (tile.rows, tile.queries))  # [R, n, K, G, D]
+        by_row = mixed.view(tile.rows, tile.queries, *heads)  # [R, n, K, G, D]
         for index, (slots, columns) in enumerate(tile.blocks):
             part = queries[:, :, slots]
             block = _block(
@@ -159,7 +159,7 @@ def _tiled(q: Tensor, cache: LayerCache, plan: TorchPlan, sinks: Tensor | None) 
                 layer,
                 sinks,
             )
-            by_row[:, slots] = block.unflatten(2, (-1, heads[1])).permute(0, 2, 1, 3, 4)
+            by_row[:, slots] = block.reshape(tile.rows, heads[0], -1, *heads[1:]).permute(0, 2, 1, 3, 4)
         by_row.masked_fill_(tile.idle[:, None, None, None, None], 0)
         if tile.scatter is not None:
             out.index_copy_(0, tile.scatter, mixed)

@@ -64,12 +64,12 @@ class _Held:
 class PagedCache(CacheManager):
     """Pages for sequences in every group, shared between equal prefixes and forks.
 
-    *Where writes start.* With drafts in flight the host knows no exact next entry, but it knows a floor: entries that are
-    committed, and entries that a fork named (they are final by contract). A page is shared only if it lies below the
-    floor of all who name it, or holds the floor itself. So `reserve` looks at one page per group, the floor's: if
-    another table names it, it is copied; if it is only bound to a reusable block, the block loses it. This holds at any
-    depth, since steps run in order: what earlier steps write to the old page is written before the copy, and those who
-    keep the old page write it after.
+    *Where writes start.* With drafts in flight the host knows no exact next entry, but it knows a floor: entries that
+    are committed, and entries that a fork named (they are final by contract). A page is shared only if it lies below
+    the floor of all who name it, or holds the floor itself. So `reserve` looks at one page per group, the floor's: if
+    another table names it, it is copied; if it is only bound to a reusable block, the block loses it. This holds at
+    any depth, since steps run in order: what earlier steps write to the old page is written before the copy, and those
+    who keep the old page write it after.
 
     *Costs.* Constant time a page; nothing on the step path scans. A failed `reserve` changes nothing.
     """
@@ -203,9 +203,8 @@ class PagedCache(CacheManager):
         held = self._seqs[seq]
         if length < held.floor:
             raise ValueError(f"sequence {seq!r}: {length} entries asked for, {held.floor} are final already")
-        if length > held.capacity or held.shared:
-            if not self._grow(seq, held, length):
-                return False
+        if (length > held.capacity or held.shared) and not self._grow(seq, held, length):
+            return False
         if length > held.reserved:
             held.reserved = length
         return True
@@ -465,9 +464,9 @@ class PagedCache(CacheManager):
     def check_integrity(self) -> None:
         refs: list[dict[int, int]] = [dict(pool.pins) for pool in self._pools]
         for seq, held in self._seqs.items():
-            if not held.committed <= held.floor <= held.reserved <= max(held.capacity, held.floor):
-                if self._paged:
-                    raise AssertionError(f"{seq!r}: {held.committed} {held.floor} {held.reserved} {held.capacity}")
+            bounds = (held.committed, held.floor, held.reserved, held.capacity)
+            if list(bounds) != sorted(bounds):
+                raise AssertionError(f"{seq!r}: committed, floor, reserved, capacity are out of order: {bounds}")
             for g, table in enumerate(held.tables):
                 for page in table[held.dropped[g] :]:
                     refs[g][page] = refs[g].get(page, 0) + 1

@@ -107,7 +107,7 @@ class DenseQuantizer(Quantizer):
         """Every missing and wrong-shaped tensor at once."""
         stored, problems = checkpoint.tensors(), []
         for source, rows in zip(spec.sources, spec.out_features, strict=True):
-            expected = {f"{source}.weight": (rows, spec.in_features)}
+            expected: dict[str, tuple[int, ...]] = {f"{source}.weight": (rows, spec.in_features)}
             if spec.bias:
                 expected[f"{source}.bias"] = (rows,)
             for name, shape in expected.items():

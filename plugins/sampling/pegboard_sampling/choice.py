@@ -12,14 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from pegboard.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel
+from pegboard.noise import GUMBEL_MAX, gumbel
 from torch import Tensor
 
-#: A token this far below the best can't win, whatever the noise.
-NOISE_SPREAD = GUMBEL_MAX - GUMBEL_MIN
-#: Noise computed at a time; on a CPU the temporaries then stay in the cache.
-PAIRS_AT_A_TIME = 1 << 14
-BLOCK_ELEMENTS = 1 << 22
+#: Noise computed at a time. On a CPU the temporaries then stay in the cache.
+BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 22}
+#: On a CPU, where fewer than this share of the tokens can still win, only those are looked at.
+SPARSE = 0.25
+#: Tokens of each row whose noise is looked at first, to rule out others.
+FEW_BEST = 16
 #: Candidates that top-p looks at first on a CPU.
 FIRST_CANDIDATES = 256
 
@@ -113,8 +114,12 @@ def all_candidates(logits: Tensor, draw: Draw) -> Candidates:
 
 
 def pick_from_all(logits: Tensor, draw: Draw) -> Tensor:
-    """all_candidates(logits, draw).pick(draw), without the memory or, on a CPU, the noise for those that can't win."""
-    return _pick_pruned(logits, draw) if logits.device.type == "cpu" else _pick_in_blocks(logits, draw)
+    """all_candidates(logits, draw).pick(draw) in little memory, and on a CPU without noise for those that can't win."""
+    if logits.device.type == "cpu":
+        possible = logits >= _floor(logits, draw)
+        if int(possible.sum()) < SPARSE * possible.numel():
+            return _pick_from_pairs(logits, draw, *possible.nonzero(as_tuple=True))
+    return _pick_in_blocks(logits, draw)
 
 
 def _drop(scores: Tensor, weights: Tensor, total: Tensor, ids: Tensor, draw: Draw) -> Candidates:
@@ -124,22 +129,35 @@ def _drop(scores: Tensor, weights: Tensor, total: Tensor, ids: Tensor, draw: Dra
     return Candidates(scores.masked_fill(dropped | (weights < draw.min_p), -torch.inf), ids)
 
 
-def _pick_pruned(logits: Tensor, draw: Draw) -> Tensor:
-    spread = torch.minimum(-draw.min_p.log() + 1e-6, torch.full_like(draw.min_p, NOISE_SPREAD))
+def _floor(logits: Tensor, draw: Draw) -> Tensor:
+    """[M, 1]: what a logit must reach to be able to win. Never more than that: rounding errs downwards."""
+    values, few = logits.topk(min(FEW_BEST, logits.shape[1]))
+    known = draw.scores(values)
+    known.masked_fill_(known.exp() < draw.min_p, -torch.inf)
+    reached = (known + gumbel(draw.seeds, draw.positions, few)).amax(-1, keepdim=True)
+    spread = torch.minimum(GUMBEL_MAX - reached, -draw.min_p.log() + 1e-6)
     floor = draw.peak - spread * draw.temperature
     work = torch.promote_types(logits.dtype, torch.float32)
-    # One step down, so that rounding to the logits' precision never drops a token
-    floor = torch.nextafter(floor.to(work), torch.full_like(floor, -torch.inf, dtype=work))
-    rows, ids = (logits >= floor).nonzero(as_tuple=True)
+    return torch.nextafter(floor.to(work), torch.full_like(floor, -torch.inf, dtype=work))
+
+
+def _pick_from_pairs(logits: Tensor, draw: Draw, rows: Tensor, ids: Tensor) -> Tensor:
+    """Choices among the given (row, id) pairs."""
     noisy = torch.empty(rows.shape[0], dtype=torch.float64)
-    for start in range(0, rows.shape[0], PAIRS_AT_A_TIME):
-        part = slice(start, start + PAIRS_AT_A_TIME)
-        row, id = rows[part], ids[part]
-        peak = draw.peak[row, 0]
-        logit = logits[row, id].double()
-        score = ((logit - peak) / draw.temperature[row, 0]).masked_fill_(logit == peak, 0)
-        score.masked_fill_(score.exp() < draw.min_p[row, 0], -torch.inf)
-        noisy[part] = score + gumbel(draw.seeds[row], draw.positions[row], id[:, None])[:, 0]
+    step = BLOCK_ELEMENTS["cpu"]
+    for start in range(0, rows.shape[0], step):
+        row, id = rows[start : start + step], ids[start : start + step]
+        pairs = Draw(
+            peak=draw.peak[row],
+            temperature=draw.temperature[row],
+            top_p=draw.top_p[row],
+            min_p=draw.min_p[row],
+            seeds=draw.seeds[row],
+            positions=draw.positions[row],
+        )
+        score = pairs.scores(logits[row, id][:, None])
+        score.masked_fill_(score.exp() < pairs.min_p, -torch.inf)
+        noisy[start : start + step] = (score + gumbel(pairs.seeds, pairs.positions, id[:, None]))[:, 0]
     best = torch.full(logits.shape[:1], -torch.inf, dtype=torch.float64).scatter_reduce_(0, rows, noisy, "amax")
     ids = ids.masked_fill(noisy != best[rows], logits.shape[1] - 1)
     return torch.full(logits.shape[:1], logits.shape[1] - 1).scatter_reduce_(0, rows, ids, "amin")
@@ -149,7 +167,7 @@ def _pick_in_blocks(logits: Tensor, draw: Draw) -> Tensor:
     rows, width = logits.shape
     best = torch.full((rows,), -torch.inf, dtype=torch.float64, device=logits.device)
     chosen = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    step = max(1, BLOCK_ELEMENTS // rows)
+    step = max(1, BLOCK_ELEMENTS[logits.device.type] // max(1, rows))
     for start in range(0, width, step):
         part = all_candidates(logits[:, start : start + step], draw).scores
         ids = torch.arange(start, start + part.shape[1], device=logits.device)

@@ -1,4 +1,4 @@
-"""Continuous batching: sequences join and leave at every step (Yu et al. 2022, Orca), prompts in chunks beside decode rows."""
+"""Continuous batching: sequences join and leave at every step (Yu et al. 2022, Orca), prompts run in chunks."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from .rows import plan_running, preempt_paused, prefill_limit
 
 
 class StaticScheduler(LedgerScheduler):
-    """A batch fills until it has `batch` sequences, nobody waits, or the next one finds no pages. Children of n > 1 whose
-    parent is still prefilling come with a later batch."""
+    """A batch fills until it has `batch` sequences, nobody waits, or the next one finds no pages. Children of n > 1
+    whose parent is still prefilling come with a later batch."""
 
     def __init__(
         self, need: SchedulerNeed, options: StaticOptions, cache: CacheManager, clock: Callable[[], float]

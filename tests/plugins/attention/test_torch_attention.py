@@ -353,3 +353,17 @@ def test_query_groups_cover_every_row(seed: int) -> None:
         assert all(length <= slots for length in ranked[start:stop])
     assert len(groups) <= math.log2(count) + 2
     assert sum((stop - start) * slots for start, stop, slots in groups) <= sum(ranked) * (2 * len(groups))
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("rows", [RAGGED, DECODE, [(9, 9)]], ids=["ragged", "decode", "fresh"])
+def test_nothing_synchronises(rows: list[tuple[int, int]], device: str) -> None:
+    for facts in ({}, {"window": 5}, {"softcap": 2.0, "sinks": True}):
+        case = Case(rows, layer(**facts), torch.bfloat16, device=device)
+        q, k, v, cache, batch, sinks = case.build()
+        backend = TorchAttention.create(case.need(), None)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            backend.forward(q, k, v, cache, backend.plan(batch, case.layer, {}), sinks)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -7,11 +7,10 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pegboard_cache.options import PagedOptions
-from pegboard_cache.paged import PagedCache
-
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed
+from pegboard_cache.options import PagedOptions
+from pegboard_cache.paged import PagedCache
 
 SIZE = 16
 FULL = int(os.environ.get("PEGBOARD_FULL", "0"))
@@ -38,9 +37,11 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(kinds=st.sampled_from([("full",), ("window",), ("full", "window")]), pages=st.integers(6, 14))
     def start(self, kinds, pages):
         groups = tuple(
-            CacheGroup(index=i, kind=kind, layers=(i,), layout=LAYOUT, window=20 if kind == "window" else None, page_bytes=1)
+            CacheGroup(
+                index=i, kind=kind, layers=(i,), layout=LAYOUT, window=20 if kind == "window" else None, page_bytes=1
+            )
             for i, kind in enumerate(kinds)
-        )  # fmt: skip
+        )
         need = CacheNeed(
             groups=groups, page_size=SIZE, budget_bytes=(pages + 1) * len(kinds), max_rows=8, max_length=96
         )
@@ -110,7 +111,9 @@ class CacheMachine(RuleBasedStateMachine):
                 page = table[place // SIZE]
                 assert page
                 if place % SIZE == 0:
-                    others = {s for s, pages in self.named.items() for (h, p, n) in pages if (h, p) == (g, page) and n != name}
+                    others = {
+                        s for s, pages in self.named.items() for (h, p, n) in pages if (h, p) == (g, page) and n != name
+                    }
                     assert not others, f"page {page} of group {g} came back before {others} retired"
                 self.content[g][page][place % SIZE] = life.entry(place)
             named |= {(g, page, name) for page in table[self.low(self.groups[g], start) // SIZE :] if page}

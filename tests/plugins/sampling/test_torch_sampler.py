@@ -176,26 +176,27 @@ def test_large_vocabularies_and_flat_rows(device: str) -> None:
 
 
 def test_the_dense_path_chooses_what_the_pruned_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "BLOCK_ELEMENTS", 700)
-    monkeypatch.setattr(choice, "PAIRS_AT_A_TIME", 500)
+    monkeypatch.setitem(choice.BLOCK_ELEMENTS, "cpu", 700)
     generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(6, 2000, generator=generator, dtype=torch.float64) * torch.tensor(
-        [[0.1], [1], [3], [9], [30], [0]]
-    )
+    scale = torch.tensor([[0.1], [1], [3], [9], [30], [0]])
+    logits = torch.randn(6, 2000, generator=generator, dtype=torch.float64) * scale
     zero = torch.zeros(6, 1, dtype=torch.float64)
-    for min_p in (0.0, 0.02, 1.0):
-        for position in range(5):
-            draw = choice.Draw(
-                peak=logits.amax(-1, keepdim=True),
-                temperature=zero + 0.8,
-                top_p=zero + 1,
-                min_p=zero + min_p,
-                seeds=torch.arange(6),
-                positions=torch.full((6,), position),
-            )
-            dense = choice._pick_in_blocks(logits, draw)
-            assert dense.tolist() == choice._pick_pruned(logits, draw).tolist()
-            assert dense.tolist() == choice.all_candidates(logits, draw).pick(draw).tolist()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for min_p in (0.0, 0.02, 1.0):
+            for position in range(5):
+                z = logits.to(dtype)
+                draw = choice.Draw(
+                    peak=z.amax(-1, keepdim=True).double(),
+                    temperature=zero + 0.8,
+                    top_p=zero + 1,
+                    min_p=zero + min_p,
+                    seeds=torch.arange(6),
+                    positions=torch.full((6,), position),
+                )
+                expected = choice.all_candidates(z, draw).pick(draw).tolist()
+                for share in (0.0, 2.0):
+                    monkeypatch.setattr(choice, "SPARSE", share)
+                    assert choice.pick_from_all(z, draw).tolist() == expected
 
 
 # ---- distributions
@@ -297,7 +298,7 @@ def test_masking_everything_leaves_nothing() -> None:
 
 def test_alone_and_beside_others() -> None:
     vocab, generator = 700, torch.Generator().manual_seed(9)
-    openings = [opening(i, seed=100 + i, **{k: v for k, v in kw.items()}) for i, kw in enumerate(PARAMS)]
+    openings = [opening(i, seed=100 + i, **kw) for i, kw in enumerate(PARAMS)]
     logits = torch.randn(len(openings), vocab, generator=generator) * 2
     order = torch.randperm(len(openings), generator=generator).tolist()
     together = make(openings, vocab).sample(logits[order], rows_of(order, order)).ids.tolist()
@@ -564,3 +565,21 @@ def test_trees_and_draft_distributions_are_refused() -> None:
         sampler.verify(torch.zeros(2, 4), msgspec.structs.replace(rows, parents=torch.tensor([-1, 0])))
     with pytest.raises(PegboardError, match="probs"):
         sampler.verify(torch.zeros(2, 4), msgspec.structs.replace(rows, probs=torch.zeros(2, 4)))
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_nothing_synchronises(device: str) -> None:
+    modes: list[dict[str, object]] = [{}, {"logprobs": 2}, {"logprobs": 1, "logprobs_mode": "processed"}]
+    kinds = [{**kw, **mode} for kw in PARAMS for mode in modes]
+    openings = [opening(i, seed=i, **kw) for i, kw in enumerate(kinds)]
+    sampler = make(openings, 61, drafts=1, device=device)
+    logits = torch.randn(2 * len(kinds), 61, device=device)
+    rows = rows_of(range(len(kinds)), [4] * len(kinds), device)
+    drafts = drafts_of([[1, 2]] * len(kinds), range(len(kinds)), [4] * len(kinds), device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler.open(openings)
+        sampler.sample(logits[::2], rows)
+        sampler.verify(logits, drafts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

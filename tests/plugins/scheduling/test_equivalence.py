@@ -7,18 +7,17 @@ import os
 from random import Random
 
 import pytest
-from pegboard_cache.options import PagedOptions
-from pegboard_cache.paged import PagedCache
-from pegboard_scheduling.continuous import ContinuousScheduler
-from pegboard_scheduling.options import ContinuousOptions, StaticOptions
-from pegboard_scheduling.static import StaticScheduler
-
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed
 from pegboard.contracts.sampler import SamplingParams
 from pegboard.contracts.scheduler import SchedulerNeed, SequenceSpec
 from pegboard.testing.clock import FakeClock
 from pegboard.testing.simulated import SimulatedDevice, reference, run_all
+from pegboard_cache.options import PagedOptions
+from pegboard_cache.paged import PagedCache
+from pegboard_scheduling.continuous import ContinuousScheduler
+from pegboard_scheduling.options import ContinuousOptions, StaticOptions
+from pegboard_scheduling.static import StaticScheduler
 
 LAYOUT = KVLayout(name="none", tensors=())
 VOCAB = 24
@@ -53,7 +52,9 @@ def make_requests(random, drafts, count):
     specs = []
     for i in range(count):
         stem = random.choice(stems)
-        prompt = stem[: random.randrange(1, 40)] + tuple(random.randrange(VOCAB) for _ in range(random.randrange(1, 24)))
+        prompt = stem[: random.randrange(1, 40)] + tuple(
+            random.randrange(VOCAB) for _ in range(random.randrange(1, 24))
+        )
         spec = SequenceSpec(
             id=f"r{i}",
             prompt=prompt,

@@ -27,7 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
-
     from pegboard.errors import PegboardError
     from pegboard.hub import resolve_model
 
@@ -70,7 +69,7 @@ class SupportTable:
         lines = [
             "# What is supported",
             "",
-            "Made by `make support` from test results: a row is here because the named test ran it end to end and passed.",
+            "Made by `make support` from test results: a row is here because the named test ran it and passed.",
             "Whatever is not here is refused, with a reason, when the engine is assembled or the request submitted.",
         ]
         for area in sorted({area for area, _ in self.passed}):

@@ -11,7 +11,7 @@ from .contracts.sampler import SamplingParams
 from .contracts.scheduler import SequenceSpec
 from .errors import InvalidRequest
 from .noise import child_seed
-from .request import Request, check_prompt_ids, check_sampling
+from .request import Request, check_prompt_ids, check_request, check_sampling
 
 if TYPE_CHECKING:
     from .text import Tokenizer
@@ -47,9 +47,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
     def sequences(self, request: Request, id: str, arrival: float) -> list[SequenceSpec]:
         """One a continuation; the first computes the prompt, the others fork from it."""
+        check_request(request)
         check_sampling(request.sampling, self.vocab_size)
-        if request.timeout is not None and not request.timeout > 0:
-            raise InvalidRequest(f"timeout is {request.timeout!r}, must be a number of seconds above 0")
         if request.sampling.n > self.max_queue:
             raise InvalidRequest(f"n is {request.sampling.n}, the queue holds {self.max_queue} sequences")
         prompt = self.encode(request)

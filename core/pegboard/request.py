@@ -95,6 +95,24 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     metrics: RequestMetrics | None = None
 
 
+def check_request(request: Request) -> None:
+    """InvalidRequest for fields of a wrong type, beside the prompt and the sampling parameters."""
+    wrong: list[str] = []
+    if not isinstance(request.sampling, SamplingParams):
+        wrong.append(f"sampling is {request.sampling!r}, must be SamplingParams")
+    if not _is_whole(request.priority):
+        wrong.append(f"priority is {request.priority!r}, must be a whole number")
+    timeout = request.timeout
+    if timeout is not None and not (_is_number(timeout) and math.isfinite(timeout) and timeout > 0):
+        wrong.append(f"timeout is {timeout!r}, must be a number of seconds above 0, or None")
+    if not isinstance(request.salt, str):
+        wrong.append(f"salt is {request.salt!r}, must be a string")
+    if not isinstance(request.special, bool):
+        wrong.append(f"special is {request.special!r}, must be True or False")
+    if wrong:
+        raise InvalidRequest("the request is not valid: " + "; ".join(wrong))
+
+
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """InvalidRequest naming every field that is wrong, what it is, and what it may be."""
     wrong: list[str] = []
@@ -161,8 +179,10 @@ def _ids(name: str, ids: Sequence[Any], vocab_size: int) -> list[str]:
     return [f"{name} holds {bad[0]!r}, must be token ids from 0 to {vocab_size - 1}"] if bad else []
 
 
-def check_prompt_ids(ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
-    """InvalidRequest for an empty prompt or an id that the model does not have."""
+def check_prompt_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """InvalidRequest for what is no list of ids, an empty one, or an id that the model does not have."""
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray):
+        raise InvalidRequest(f"the prompt is {ids!r:.100}, must be a text or a list of token ids")
     if len(ids) == 0:
         raise InvalidRequest("the prompt is empty: give at least one token (a BOS token, for a model that has one)")
     wrong = _ids("the prompt", ids, vocab_size)

@@ -260,7 +260,13 @@ class Ledger:
         changes = self.cache.take_changes()
         live = self._live
         tables = tuple(
-            SlotPages(slot=live[update.seq].slot, group=update.group, start=update.start, pages=update.pages)
+            SlotPages(
+                slot=live[update.seq].slot,
+                group=update.group,
+                start=update.start,
+                pages=update.pages,
+                dropped=update.dropped,
+            )
             for update in changes.updates
         )
         return StepPlan(id=step.id, rows=rows, copies=changes.copies, moves=changes.moves, tables=tables)
@@ -275,6 +281,9 @@ class Ledger:
             _, rows = self._flights.popleft()
             self._retire()
             live = self._live
+            for id, mass in result.score_mass:
+                if id in live:
+                    self.cache.observe_score_mass(id, mass, live[id].fence)
             for row in result.rows:
                 plan = rows.pop(row.id)
                 seq = live.get(row.id)

@@ -49,6 +49,7 @@ class StepBuilder:
             seq.prompt_step = self.id
             if seq.children:
                 self.prompts_done.append(seq)
+        targets = self._targets(seq, start, known) if start < seq.prompt_length - 1 else ()
         plan = RowPlan(
             id=seq.id,
             slot=seq.slot,
@@ -57,7 +58,8 @@ class StepBuilder:
             tokens=tokens,
             drafts=drafts,
             samples=samples,
-            targets=self._targets(seq, start, known) if start < seq.prompt_length - 1 else (),
+            targets=targets,
+            top_targets=(seq.spec.sampling.prompt_logprobs or 0) if targets else 0,
             opening=seq.opening() if seq.opening_due else None,
             epoch=seq.epoch,
         )

@@ -40,7 +40,8 @@ def tiny_model(
     }
     config = AutoConfig.for_model(architecture, **(fields | overrides))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
+    made = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = made.to(getattr(torch, dtype)).eval()
     for name, weight in model.named_parameters():  # initialised to ones and zeros, where mistakes would not show
         if "norm" in name:
             weight.data += 0.2 * torch.randn_like(weight)

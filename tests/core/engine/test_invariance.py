@@ -1,4 +1,4 @@
-"""The tokens of a request depend on nothing but the request: not on its neighbours, the pool, chunks, reuse or policy."""
+"""A request's tokens depend on nothing but the request: not on neighbours, pool, chunks, reuse or policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from pegboard import RequestOutput, SamplingParams
 from pegboard.testing.tiny import tiny_model
 
@@ -133,6 +132,8 @@ def test_samples_of_one_request_differ_and_are_reproducible(spread: Path, make_e
     texts = [completion.token_ids for completion in first.completions]
     assert [c.index for c in first.completions] == [0, 1, 2, 3]
     assert len(set(texts)) == 4
-    small = make_engine(spread, device="cpu", dtype="float64", max_rows=2, max_length=128, kv_memory=9 * PAGE["float64"])
+    small = make_engine(
+        spread, device="cpu", dtype="float64", max_rows=2, max_length=128, kv_memory=9 * PAGE["float64"]
+    )
     again = small.generate([prompts(64)[1]], sampling)[0].raise_for_error()
     assert [completion.token_ids for completion in again.completions] == texts

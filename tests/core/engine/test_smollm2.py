@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from pegboard import Engine, SamplingParams
 
 pytestmark = pytest.mark.model
 
 MODEL = "smollm2-135m-instruct"
 #: Greedy, float32, for the chat message "Count from 1 to 20.", made with an independent implementation.
-COUNTING = (
-    "33 30 216 33 198 34 30 216 34 198 35 30 216 35 198 36 30 216 36 198 37 30 216 37 198 38 30 216 38 198 39 30"
-)
+COUNTING = "33 30 216 33 198 34 30 216 34 198 35 30 216 35 198 36 30 216 36 198 37 30 216 37 198 38 30 216 38 198 39 30"
 
 
 @pytest.fixture(scope="module")

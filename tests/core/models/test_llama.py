@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from pegboard import Part, SamplingParams, hookimpl
 from pegboard.contracts.sampler import LogprobTensors
 from pegboard.testing.tiny import tiny_model
@@ -62,7 +61,8 @@ def check(path: Path, make_engine: Callable[..., Any], **settings: Any) -> None:
 @pytest.mark.supports("Models", "Llama (any head ratio and head size, tied and untied)")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size"), [(4, 4, 16), (4, 2, 16), (4, 1, 16), (6, 2, 12), (14, 2, 8), (4, 2, 32), (4, 2, 24)]
+    ("heads", "kv_heads", "head_size"),
+    [(4, 4, 16), (4, 2, 16), (4, 1, 16), (6, 2, 12), (14, 2, 8), (4, 2, 32), (4, 2, 24)],
 )
 def test_heads(
     tmp_path: Path, make_engine: Callable[..., Any], heads: int, kv_heads: int, head_size: int, tied: bool

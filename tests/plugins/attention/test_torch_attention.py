@@ -355,6 +355,7 @@ def test_query_groups_cover_every_row(seed: int) -> None:
     assert sum((stop - start) * slots for start, stop, slots in groups) <= sum(ranked) * (2 * len(groups))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("rows", [RAGGED, DECODE, [(9, 9)]], ids=["ragged", "decode", "fresh"])
 def test_nothing_synchronises(rows: list[tuple[int, int]], device: str) -> None:

@@ -567,6 +567,7 @@ def test_trees_and_draft_distributions_are_refused() -> None:
         sampler.verify(torch.zeros(2, 4), msgspec.structs.replace(rows, probs=torch.zeros(2, 4)))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_nothing_synchronises(device: str) -> None:
     modes: list[dict[str, object]] = [{}, {"logprobs": 2}, {"logprobs": 1, "logprobs_mode": "processed"}]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .aio import AsyncEngine as AsyncEngine
+    from .assembly import AssemblyPlan as AssemblyPlan
+    from .assembly import plan_engine as plan_engine
     from .config import EngineConfig as EngineConfig
     from .config import load_config as load_config
     from .contracts.observer import RequestMetrics as RequestMetrics
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from .streams import Handle as Handle
 
 _HOMES = {
+    "AssemblyPlan": "assembly",
     "AsyncEngine": "aio",
     "CheckpointError": "errors",
     "Completion": "request",
@@ -59,6 +62,7 @@ _HOMES = {
     "TokenLogprobs": "contracts.sampler",
     "hookimpl": "registry.hookspecs",
     "load_config": "config",
+    "plan_engine": "assembly",
 }
 
 __all__ = sorted(_HOMES)

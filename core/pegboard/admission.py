@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import TYPE_CHECKING
 
@@ -39,14 +40,20 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
             return check_prompt_ids(request.prompt, self.vocab_size)
         if self.tokenizer is None:
             raise InvalidRequest(
-                "this model has no tokenizer.json: give the prompt as token ids, or convert its slow tokenizer by loading "
-                "it with transformers' AutoTokenizer and calling save_pretrained"
+                "this model has no tokenizer.json: give the prompt as token ids, or convert its slow tokenizer by "
+                "loading it with transformers' AutoTokenizer and calling save_pretrained"
             )
+        if not request.prompt.isascii():
+            try:
+                request.prompt.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(f"the prompt is no Unicode text: {error}") from None
         ids = self.tokenizer.encode(request.prompt, add_special=not request.special, allow_special=request.special)
         return check_prompt_ids(ids, self.vocab_size)
 
-    def sequences(self, request: Request, id: str, arrival: float) -> list[SequenceSpec]:
-        """One a continuation; the first computes the prompt, the others fork from it."""
+    def sequences(self, request: Request, serial: int, arrival: float) -> list[SequenceSpec]:
+        """One a continuation; the first computes the prompt, the others fork from it. `serial` is never used twice, so
+        that a late word about an ended sequence is never taken for a new one."""
         check_request(request)
         check_sampling(request.sampling, self.vocab_size)
         if request.sampling.n > self.max_queue:
@@ -59,7 +66,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         many = sampling.n > 1
         return [
             SequenceSpec(
-                id=f"{id}/{index}" if many else id,
+                id=f"{serial}/{index}",
                 prompt=prompt,
                 sampling=sampling,
                 seed=child_seed(seed, index) if many else seed,
@@ -67,9 +74,9 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                 stop_ids=stop_ids,
                 priority=request.priority,
                 arrival=arrival,
-                deadline=None if request.timeout is None else arrival + request.timeout,
+                deadline=None if request.timeout in (None, math.inf) else arrival + request.timeout,
                 salt=request.salt,
-                parent=f"{id}/0" if index else None,
+                parent=f"{serial}/0" if index else None,
                 needs_host_token=self.needs_host_token,
             )
             for index in range(sampling.n)

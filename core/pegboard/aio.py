@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from .contracts.sampler import SamplingParams
+from .contracts.scheduler import SchedulerStats
 from .engine import Engine, Message
 from .request import Delta, Prompt, Request, RequestOutput
 from .streams import Handle
@@ -55,8 +56,8 @@ class AsyncEngine:
     async def stream_chat(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[Delta]:
-        request = Request(prompt=self.engine.render(messages), special=True, **options)
-        async for delta in self.stream(request, sampling):
+        request = await asyncio.to_thread(self.engine.chat_request, messages)
+        async for delta in self.stream(request, sampling, **options):
             yield delta
 
     async def generate(
@@ -77,8 +78,15 @@ class AsyncEngine:
     async def chat(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
-        request = Request(prompt=self.engine.render(messages), special=True, **options)
-        return await self.generate(request, sampling)
+        request = await asyncio.to_thread(self.engine.chat_request, messages)
+        return await self.generate(request, sampling, **options)
+
+    def abort(self, id: str) -> bool:
+        """End a request; False if no such request is live."""
+        return self.engine.abort(id)
+
+    def stats(self) -> SchedulerStats:
+        return self.engine.stats()
 
     async def _submit(self, prompt: Prompt | Request, sampling: SamplingParams | None, **options: Any) -> Handle:
         task = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, prompt, sampling, **options))

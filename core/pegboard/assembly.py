@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from .admission import Admission
-from .config import EngineConfig, PartChoice
+from .config import EngineConfig, PartChoice, load_config
 from .contracts.cache import CacheGroup, CacheManager, CacheNeed
 from .contracts.checkpoint import Checkpoint, CheckpointNeed
 from .contracts.device import DeviceFacts
@@ -24,7 +24,7 @@ from .devices import device_facts
 from .errors import CheckpointError, ConfigError, PluginError
 from .hub import resolve_model
 from .memory import MemoryPlan, plan_memory
-from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, scheme
+from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, eos_ids, scheme_name
 from .pairing import make_groups
 from .portable import import_objects, locate_objects
 from .registry.observers import Observers
@@ -119,7 +119,7 @@ class Survey:
         try:
             self.spec = self._describe()
             self.dtype = choose_dtype(config.dtype, self.checkpoint, self.device)
-            self.max_length = choose_length(config, self.spec)
+            self.max_length, self.problems = choose_length(config, self.spec)
             self.needs = derive_needs(config, self.checkpoint, self.spec, self.device, self.dtype, self.max_length)
         except BaseException:
             self.checkpoint.close()
@@ -167,7 +167,7 @@ class Survey:
             self.decide("decode_attention", decode, needs.decode),
             self.decide("scheduler", config.scheduler, needs.scheduler),
             self.decide("sampler", config.sampler, needs.sampler),
-            self.decide("quantizer", config.quantizer, needs.quantizer, key=self._scheme_name()),
+            self.decide("quantizer", config.quantizer, needs.quantizer, key=scheme_name(self.checkpoint)),
             self.decide("ops", config.ops, needs.ops),
             self.decide("executor", config.executor, executor),
         ]
@@ -175,7 +175,7 @@ class Survey:
             made.append(self.decide("speculator", config.speculator, None))
         for index, choice in enumerate(config.observers):
             made.append(self.decide(f"observers[{index}]", choice, None, static=False))
-        return [reason for decision in made for reason in decision.reasons]
+        return self.problems + [reason for decision in made for reason in decision.reasons]
 
     @property
     def selection(self) -> Selection:
@@ -202,10 +202,6 @@ class Survey:
         spec: ModelSpec = self.selection.factory("model").describe(need)
         return spec
 
-    def _scheme_name(self) -> str:
-        found = scheme(self.checkpoint)
-        return str(found.get("quant_method", "unknown")) if found else "none"
-
 
 class Assembled(msgspec.Struct, frozen=True, kw_only=True):
     """A plan, why it is so, and the host parts that were needed to make it."""
@@ -219,12 +215,15 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: frozenset[int]
 
     def build(
-        self, clock: Callable[[], float], progress: Callable[[int, int], None] | None
+        self,
+        clock: Callable[[], float],
+        progress: Callable[[int, int], None] | None = None,
+        watchers: Sequence[object] = (),
     ) -> tuple[Scheduler, Executor, Observers]:
-        """Create the parts that run; the executor loads the weights."""
+        """Create the parts that run; the executor loads the weights. `watchers` are more observers."""
         plan, selection = self.plan, Selection(self.registry, self.plan.parts)
         names = [where for where in plan.parts if where.startswith("observers")]
-        observers = Observers([selection.create(where, None) for where in names])
+        observers = Observers([*(selection.create(where, None) for where in names), *watchers])
         scheduler: Scheduler = selection.create("scheduler", self.needs.scheduler, cache=self.cache, clock=clock)
         executor: Executor = selection.create(
             "executor",
@@ -315,8 +314,13 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         cache=cache,
         needs=needs,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(survey.checkpoint, tokenizer),
+        eos_ids=_eos_ids(survey.checkpoint, tokenizer, limit),
     )
+
+
+def plan_engine(source: EngineConfig | Mapping[str, Any] | str | Path, **settings: Any) -> AssemblyPlan:
+    """What an engine of this config would be and need (`plan.memory`); loads no weight. Raises as Engine does."""
+    return assemble(load_config(source, settings), Registry.discover()).plan
 
 
 def explain(config: EngineConfig, registry: Registry) -> list[Decision]:
@@ -371,10 +375,8 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     return load_tokenizer(files)
 
 
-def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """generation_config.json first: chat models name their end of turn there."""
-    for source in (checkpoint.generation, checkpoint.config):
-        named = source.get("eos_token_id")
-        if named is not None:
-            return frozenset(named if isinstance(named, list | tuple) else [named])
-    return frozenset() if tokenizer is None or tokenizer.eos_id is None else frozenset([tokenizer.eos_id])
+def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    named = eos_ids(checkpoint, vocab_size)
+    if named is None and tokenizer is not None and tokenizer.eos_id is not None:
+        return frozenset([tokenizer.eos_id])
+    return named or frozenset()

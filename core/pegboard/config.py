@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
     from .registry.registry import Registry
 
-#: Share of the memory that is available, for kv_memory = "auto".
-AUTO_SHARE: Final = 0.5
-
 _DEVICE: Final = r"auto|cpu|cuda(:[0-9]+)?"
 _AMOUNT: Final = r"([0-9]+(?:\.[0-9]+)?) ?(B|[KMGT]i?B|%)"
 _MEMORY: Final = "auto, a positive number of bytes, an amount such as 2GiB, or a share such as 40%"
@@ -209,11 +206,11 @@ class EngineConfig(BaseModel):
     observers: tuple[Annotated[PartChoice, AfterValidator(_check_named)], ...] = Field(default=(), strict=False)
     plugins: PluginsConfig = PluginsConfig()
 
-    def kv_memory_bytes(self, available: int, *, auto_share: float = AUTO_SHARE) -> int:
-        """Bytes for the KV cache when `available` bytes are left beside the weights; "auto" takes `auto_share` of
-        them. ConfigError when more is asked for than there is."""
+    def kv_memory_bytes(self, available: int, auto: int) -> int:
+        """Bytes for the KV cache when `available` bytes are left beside the weights; `auto` for "auto". ConfigError
+        when more is asked for than there is."""
         if self.kv_memory == "auto":
-            return int(available * auto_share)
+            return auto
         if isinstance(self.kv_memory, int):
             wanted = self.kv_memory
         else:

@@ -33,6 +33,8 @@ class Emission:
         self.detokenizer = detokenizer
         self.matcher = matcher
         self.output_tokens = 0
+        #: Why no text can be made any more.
+        self.failure: str | None = None
         self.first_row: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -110,6 +112,8 @@ class Emitter:
         emission = self._live.get(progress.id)
         if emission is None:
             return None
+        if emission.failure is not None:
+            return self.fail(progress, RuntimeError(emission.failure)) if progress.finish_reason is not None else None
         now = self._clock()
         text, taken, stopped = "", 0, progress.id in self._stopped
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -142,16 +146,14 @@ class Emitter:
         )
 
     def fail(self, progress: Progress, error: Exception) -> Delta | None:
-        """Its text can't be made any more: end it, and say why."""
-        emission = self._live.pop(progress.id, None)
+        """Its text can't be made any more: end it, and say why when the scheduler has let go of it."""
+        emission = self._live.get(progress.id)
         if emission is None:
             return None
-        self._stopped.discard(progress.id)
+        emission.failure = emission.failure or f"making text of the tokens failed: {error!r}"
         if progress.finish_reason is None:
-            self._finish(progress.id, "error", str(error))
-        return Delta(
-            index=emission.index,
-            finish_reason="error",
-            error=f"making text of the tokens failed: {error!r}",
-            metrics=emission.metrics(self._clock(), progress),
-        )
+            self._finish(progress.id, "error", emission.failure)
+            return None
+        self.forget(progress.id)
+        metrics = emission.metrics(self._clock(), progress)
+        return Delta(index=emission.index, finish_reason="error", error=emission.failure, metrics=metrics)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -24,8 +25,8 @@ from .errors import EngineDead, InvalidRequest
 from .phases import Phases
 from .registry.registry import Registry
 from .request import Delta, Prompt, Request, RequestOutput
-from .streams import Handle
-from .text import IncrementalDetokenizer, StopMatcher, render_chat
+from .streams import Handle, Stream
+from .text import IncrementalDetokenizer, StopMatcher, encode_chat, render_prompt
 
 logger = logging.getLogger("pegboard")
 
@@ -46,13 +47,16 @@ class Engine:
         *,
         config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
         plugins: Sequence[object] = (),
+        watchers: Sequence[object] = (),
         progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
         """`model` and `settings` are fields of EngineConfig and override `config` (a file, a mapping or a config).
 
-        `plugins` are plugin objects to use besides the installed ones; `progress(bytes done, bytes in all)` is
-        called while weights load. ConfigError, CheckpointError, PluginError: it cannot work, with all reasons.
+        `plugins` are plugin objects to use besides the installed ones; `watchers` are observers of the caller's own
+        (any object with `@hookimpl` methods of `ObserverSpec`), beside those that the config names;
+        `progress(bytes done, bytes in all)` is called while weights load.
+        ConfigError, CheckpointError, PluginError: it cannot work, with all reasons.
         """
         self._begin = time.monotonic()
         chosen = settings if model is None else {"model": str(model), **settings}
@@ -64,11 +68,11 @@ class Engine:
         self.decisions = assembled.decisions
         self._admission = assembled.admission()
         logger.info("memory: %s", self.plan.memory.text())
-        scheduler, executor, self._observers = assembled.build(time.monotonic, progress)
+        scheduler, executor, self._observers = assembled.build(time.monotonic, progress, watchers)
         self._phases = Phases(scheduler, executor, self.plan.depth)
         self._emitter = Emitter(time.monotonic, self._phases.finish)
         self._pid = os.getpid()
-        self._names = itertools.count(1)
+        self._serials = itertools.count(1)
         self._handles: dict[str, Handle] = {}
         self._by_sequence: dict[str, Handle] = {}
         self._dead: EngineDead | None = None
@@ -108,10 +112,12 @@ class Engine:
         if sampling is not None:
             options["sampling"] = sampling
         request = replace(prompt, **options) if isinstance(prompt, Request) else Request(prompt=prompt, **options)
+        if id is not None and not isinstance(id, str):
+            raise InvalidRequest(f"the request's id is {id!r}, must be a string or None")
         self._check_alive()
-        name = f"request-{next(self._names)}" if id is None else id
-        arrival = time.monotonic()
-        sequences = self._admission.sequences(request, name, arrival)
+        serial, arrival = next(self._serials), time.monotonic()
+        sequences = self._admission.sequences(request, serial, arrival)
+        name = f"request-{serial}" if id is None else id
         indices = {spec.id: index for index, spec in enumerate(sequences)}
         handle = Handle(self, name, sequences[0].prompt, indices, self.config.stream_buffer)
         emissions = {
@@ -120,7 +126,9 @@ class Engine:
         with self._phases.lock:
             self._check_alive()
             if name in self._handles:
-                raise InvalidRequest(f"request id {name!r} is live already: give another, or none")
+                if id is not None:
+                    raise InvalidRequest(f"request id {name!r} is live already: give another, or none")
+                handle.id = name = f"{name}-{secrets.token_hex(4)}"  # somebody else's choice of an id
             self._phases.scheduler.add(sequences)
             self._phases.live.update(indices)
             self._handles[name] = handle
@@ -133,17 +141,15 @@ class Engine:
         )
         return handle
 
-    def stream(
-        self, prompt: Prompt | Request, sampling: SamplingParams | None = None, **options: Any
-    ) -> Iterator[Delta]:
-        """Deltas as they come. Leaving the loop early aborts the request."""
-        return _drain(self.submit(prompt, sampling, **options))
+    def stream(self, prompt: Prompt | Request, sampling: SamplingParams | None = None, **options: Any) -> Stream:
+        """Deltas as they come. Leaving the loop early, or dropping the stream, aborts the request."""
+        return Stream(self.submit(prompt, sampling, **options))
 
     def stream_chat(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
-    ) -> Iterator[Delta]:
+    ) -> Stream:
         """Like `stream`, for a conversation."""
-        return self.stream(Request(prompt=self.render(messages), special=True, **options), sampling)
+        return self.stream(self.chat_request(messages), sampling, **options)
 
     @overload
     def generate(
@@ -181,16 +187,17 @@ class Engine:
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
         """Answer a conversation with the model's own chat template."""
-        return self.submit(Request(prompt=self.render(messages), special=True, **options), sampling).result()
+        return self.submit(self.chat_request(messages), sampling, **options).result()
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt that the model's chat template makes of a conversation."""
-        tokenizer = self._admission.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
-            raise InvalidRequest("this model has no chat template: use generate with a prompt of your own")
-        return render_chat(
-            tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
-        )
+        """The text that the model's chat template makes of a conversation, for looking at it."""
+        return render_prompt(self._admission.tokenizer, messages)
+
+    def chat_request(self, messages: Sequence[Message], **options: Any) -> Request:
+        """The request that asks for an answer to a conversation; `options` are fields of Request.
+
+        Special tokens are the template's alone: their names inside a message stay text."""
+        return Request(prompt=encode_chat(self._admission.tokenizer, messages), **options)
 
     def abort(self, id: str) -> bool:
         """End a request; its deltas end with "abort". False if no such request is live."""
@@ -240,7 +247,11 @@ class Engine:
                 self._handles.pop(handle.id, None)
         if delta.finish_reason is not None and delta.metrics is not None:
             event = RequestFinished(
-                id=sequence, finish_reason=delta.finish_reason, metrics=delta.metrics, error=delta.error
+                id=handle.id,
+                index=delta.index,
+                finish_reason=delta.finish_reason,
+                metrics=delta.metrics,
+                error=delta.error,
             )
             self._observers.notify("pegboard_request_finished", event)
 
@@ -291,7 +302,7 @@ class Engine:
             # Everything live is paused: only a deadline can change that by itself.
             deadline = self._phases.scheduler.next_deadline()
             return None if deadline is None else max(deadline - time.monotonic(), 0.001)
-        except Exception as error:
+        except BaseException as error:  # SystemExit from a plugin must not leave everybody waiting
             logger.critical("the engine stops after an error that it can't contain", exc_info=error)
             dead = error if isinstance(error, EngineDead) else EngineDead(f"the engine died: {error!r}")
             self._die(dead)
@@ -334,13 +345,6 @@ class Engine:
             None if tokenizer is None else IncrementalDetokenizer(tokenizer),
             StopMatcher(sampling.stop, sampling.include_stop) if sampling.stop else None,
         )
-
-
-def _drain(handle: Handle) -> Iterator[Delta]:
-    try:
-        yield from handle
-    finally:
-        handle.abort()
 
 
 def _work(engine: weakref.ref[Engine], bell: threading.Event, stopping: threading.Event) -> None:

@@ -60,10 +60,7 @@ def plan_memory(
         group.page_bytes * (1 + config.max_rows * (1 if group.kind == "state" else -(-max_length // config.page_size)))
         for group in groups
     )
-    if config.kv_memory == "auto":
-        kv = min(most, int(left * _CPU_KV_SHARE) if device.type == "cpu" else left)
-    else:
-        kv = config.kv_memory_bytes(left)
+    kv = config.kv_memory_bytes(left, auto=min(most, int(left * _CPU_KV_SHARE) if device.type == "cpu" else left))
     plan = MemoryPlan(available=available, weights=weights, activations=activations, kv_cache=kv)
     if weights + activations + kv > available or kv <= 0:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,8 +17,10 @@ from .contracts.ops import OpsNeed
 from .contracts.quantizer import QuantizerNeed
 from .contracts.sampler import SamplerNeed
 from .contracts.scheduler import SchedulerNeed
-from .dtypes import FLOAT_DTYPES
-from .errors import CheckpointError, ConfigError
+from .dtypes import ELEMENT_BYTES, FLOAT_DTYPES
+from .errors import CheckpointError
+
+logger = logging.getLogger("pegboard")
 
 #: Rows with at most this many queries are decode rows; 1 + drafts once a speculator runs.
 DECODE_WIDTH = 1
@@ -43,8 +46,37 @@ def architecture(checkpoint: Checkpoint) -> str:
 
 
 def scheme(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The checkpoint's quantization_config, or {}."""
-    return checkpoint.config.get("quantization_config") or {}
+    """The checkpoint's quantization_config, or {}. CheckpointError: it is no table."""
+    found = checkpoint.config.get("quantization_config") or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"quantization_config is {found!r} in config.json, must be a table with a quant_method")
+    return found
+
+
+def scheme_name(checkpoint: Checkpoint) -> str:
+    """What a quantizer must recognise: the config's quant_method, "gguf" for weights in GGUF blocks, or "none"."""
+    found = scheme(checkpoint)
+    if found:
+        return str(found.get("quant_method", "unknown"))
+    dense = all(info.storage in ELEMENT_BYTES for info in checkpoint.tensors().values())
+    return "none" if dense else "gguf"
+
+
+def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int] | None:
+    """The ids that end a text, from generation_config.json first: chat models name their end of turn there. None: the
+    checkpoint names none. CheckpointError: they are no ids. Ids that the vocabulary lacks can't be chosen."""
+    for source in (checkpoint.generation, checkpoint.config):
+        named = source.get("eos_token_id")
+        if named is None:
+            continue
+        ids = named if isinstance(named, list | tuple) else [named]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise CheckpointError(f"eos_token_id is {named!r}, must be a token id or a list of them")
+        known = frozenset(i for i in ids if 0 <= i < vocab_size)
+        if len(known) < len(ids):
+            logger.warning("eos_token_id %s: only %s are in the vocabulary of %d", named, sorted(known), vocab_size)
+        return known
+    return None
 
 
 def choose_dtype(asked: str, checkpoint: Checkpoint, device: DeviceFacts) -> str:
@@ -59,14 +91,12 @@ def choose_dtype(asked: str, checkpoint: Checkpoint, device: DeviceFacts) -> str
     return "bfloat16" if device.capability is None or device.capability >= (8, 0) else "float16"
 
 
-def choose_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """Longest prompt + output that is admitted. ConfigError: more than the model was made for."""
-    if config.max_length is not None and config.max_length > spec.context_length:
-        raise ConfigError(
-            f"max_length is {config.max_length}, but the model was made for {spec.context_length} tokens",
-            ["lower max_length, or give the model's config a rope scaling that reaches so far"],
-        )
-    return config.max_length or spec.context_length
+def choose_length(config: EngineConfig, spec: ModelSpec) -> tuple[int, list[str]]:
+    """(longest prompt + output that is admitted, why that can't be)"""
+    if config.max_length is None or config.max_length <= spec.context_length:
+        return config.max_length or spec.context_length, []
+    reason = f"max_length: {config.max_length} is more than the {spec.context_length} tokens the model was made for"
+    return spec.context_length, [f"{reason}; lower it, or give the model's config a rope scaling that reaches so far"]
 
 
 def derive_needs(
@@ -95,6 +125,7 @@ def derive_needs(
             scheme=scheme(checkpoint),
             storages=frozenset(info.storage for info in checkpoint.tensors().values()),
             max_rows=config.max_rows,
+            batch_invariant=config.batch_invariant,
         ),
         ops=OpsNeed(
             device=device,
@@ -102,6 +133,7 @@ def derive_needs(
             hidden_size=spec.hidden_size,
             head_sizes=tuple(dict.fromkeys(layer.head_size for layer in layers)),
             activations=spec.activations,
+            batch_invariant=config.batch_invariant,
         ),
         prefill=attention("prefill", config.max_step_tokens),
         decode=attention("decode", DECODE_WIDTH),

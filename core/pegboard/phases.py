@@ -28,16 +28,21 @@ class Phases:
         self._depth = depth
         #: Steps launched and not retired, and who is in them.
         self._flying: deque[StepPlan] = deque()
+        #: The last step that was planned.
+        self._last = 0
         #: Sequences that are live, for the case that the scheduler itself fails.
         self.live: set[str] = set()
 
     def schedule(self) -> StepPlan | None:
         with self.lock:
             try:
-                return self.scheduler.schedule()
+                plan = self.scheduler.schedule()
             except Exception as error:
                 self._fail_all("scheduling", error)
                 return None
+            if plan is not None:
+                self._last = plan.id
+            return plan
 
     def launch(self, plan: StepPlan | None) -> None:
         if plan is None:
@@ -64,11 +69,26 @@ class Phases:
             try:
                 outcome = self.scheduler.commit(retired)
             except Exception as error:
-                touched = [] if retired is None else [row.id for row in retired.rows]
-                self._fail(touched, "committing a step", error)
-                outcome = self._rest()
+                outcome = self._recover(retired, error)
             self.live.difference_update(p.id for p in outcome if p.finish_reason is not None)
             return outcome
+
+    def _recover(self, retired: StepResult | None, error: Exception) -> tuple[Progress, ...]:
+        """After `commit` raised, before or after it had taken the step in."""
+        doing = "committing a step"
+        if retired is None:
+            self._fail_all(doing, error)
+        else:
+            self._lose(retired.step, _reason(doing, error))
+            self._fail([row.id for row in retired.rows if row.id in self.live], doing, error)
+        try:
+            outcome = self.scheduler.commit(None)
+        except Exception as second:
+            raise EngineDead(f"the scheduler can't commit any more: {second!r}") from second
+        told = {progress.id for progress in outcome if progress.finish_reason is not None}
+        # The end of these was lost with what raised.
+        lost = [id for id in sorted(self.live - told) if not self.scheduler.is_live(id)]
+        return (*outcome, *(Progress(id=id, finish_reason="error", error=_reason(doing, error)) for id in lost))
 
     def finish(self, id: str, reason: FinishReason, error: str | None = None) -> bool:
         with self.lock:
@@ -77,13 +97,6 @@ class Phases:
     @property
     def idle(self) -> bool:
         return not self._flying and not self.scheduler.has_work()
-
-    def _rest(self) -> tuple[Progress, ...]:
-        """What the scheduler still has to say after it failed to commit a step."""
-        try:
-            return self.scheduler.commit(None)
-        except Exception as error:
-            raise EngineDead(f"the scheduler can't commit any more: {error!r}") from error
 
     def _fail_step(self, plan: StepPlan, doing: str, error: Exception) -> None:
         with self.lock:
@@ -95,7 +108,18 @@ class Phases:
             self._check(error)
 
     def _fail_all(self, doing: str, error: Exception) -> None:
+        """With the lock held. A plan that got lost on its way here is in flight as far as the scheduler knows."""
+        self._lose(self._last + 1, _reason(doing, error))
         self._fail(sorted(self.live), doing, error)
+
+    def _lose(self, step: int, reason: str) -> None:
+        try:
+            self.scheduler.fail(step, reason)
+            self._last = max(self._last, step)
+        except ValueError:
+            pass  # it is not in flight
+        except Exception as second:
+            raise EngineDead(f"the scheduler can't take a failed step back: {second!r}") from second
 
     def _fail(self, ids: list[str], doing: str, error: Exception) -> None:
         """With the lock held."""

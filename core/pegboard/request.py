@@ -103,7 +103,7 @@ def check_request(request: Request) -> None:
     if not _is_whole(request.priority):
         wrong.append(f"priority is {request.priority!r}, must be a whole number")
     timeout = request.timeout
-    if timeout is not None and not (_is_number(timeout) and math.isfinite(timeout) and timeout > 0):
+    if timeout is not None and not (_is_number(timeout) and timeout > 0):
         wrong.append(f"timeout is {timeout!r}, must be a number of seconds above 0, or None")
     if not isinstance(request.salt, str):
         wrong.append(f"salt is {request.salt!r}, must be a string")
@@ -147,7 +147,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         wrong.append(f"logprobs_mode is {params.logprobs_mode!r}, must be 'raw' or 'processed'")
     if not wrong and params.max_tokens is not None and params.min_tokens > params.max_tokens:
         wrong.append(f"min_tokens is {params.min_tokens}, must not exceed max_tokens, {params.max_tokens}")
-    if isinstance(params.stop, str) or not all(isinstance(s, str) and s for s in params.stop):
+    for name in ("include_stop", "ignore_eos"):
+        if not isinstance(getattr(params, name), bool):
+            wrong.append(f"{name} is {getattr(params, name)!r}, must be True or False")
+    listed = isinstance(params.stop, list | tuple)
+    if not listed or not all(isinstance(text, str) and text for text in params.stop):
         wrong.append(f"stop is {params.stop!r}, must be a list of non-empty strings")
     wrong += _ids("stop_token_ids", params.stop_token_ids, vocab_size)
     if not isinstance(params.logit_bias, Mapping):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from .contracts.observer import RequestMetrics
 from .errors import EngineDead
@@ -19,8 +19,8 @@ class Handle:
     """One submitted request: iterate over its deltas, or take its `result`. Safe from any thread.
 
     The step's thread puts, one consumer takes. When more than `bound` deltas wait, the request is paused until the
-    consumer has taken half of them; other requests go on. After `result` is called nothing waits, so it never
-    pauses.
+    consumer has taken half of them; other requests go on. `result` has everything, taken before or not; after it is
+    called nothing waits, so it never pauses.
     """
 
     def __init__(self, engine: Engine, id: str, prompt: tuple[int, ...], indices: dict[str, int], bound: int) -> None:
@@ -35,7 +35,8 @@ class Handle:
         self._open = set(indices.values())
         self._paused = False
         self._gathering = False
-        self._gathered: list[Delta] = []
+        #: Every delta so far, for `result`.
+        self._record: list[Delta] = []
         self._listener: Callable[[], None] | None = None
 
     # -- the consumer's side
@@ -79,13 +80,12 @@ class Handle:
         with self._ready:
             if not self._ready.wait_for(lambda: not self._open, timeout):
                 raise TimeoutError(f"request {self.id}: not finished within {timeout} s")
-            return _join(self.id, self.prompt_token_ids, self._gathered)
+            return _join(self.id, self.prompt_token_ids, self._record)
 
     def gather(self) -> None:
-        """Only the `result` is wanted: keep everything, never pause."""
+        """Only the `result` is wanted: nothing waits for a consumer any more, so nothing pauses."""
         with self._ready:
             self._gathering = True
-            self._gathered.extend(self._waiting)
             self._waiting.clear()
             self._release()
 
@@ -117,7 +117,9 @@ class Handle:
         with self._ready:
             if delta.index not in self._open:
                 return True
-            (self._gathered if self._gathering else self._waiting).append(delta)
+            self._record.append(delta)
+            if not self._gathering:
+                self._waiting.append(delta)
             if delta.finish_reason is not None:
                 self._open.discard(delta.index)
             if len(self._waiting) > self._bound and not self._paused and self._open:
@@ -132,6 +134,32 @@ class Handle:
         """Terminal deltas for whatever is still open."""
         for index in sorted(self._open):
             self.put(Delta(index=index, finish_reason="error", error=str(error)))
+
+
+class Stream(Iterator[Delta]):
+    """The deltas of a request that ends with its consumer: closing or dropping the stream aborts it."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def __next__(self) -> Delta:
+        delta = self.handle.take()
+        if delta is None:
+            raise StopIteration
+        return delta
+
+    def close(self) -> None:
+        self.handle.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.handle.live:
+            self.close()
 
 
 def _join(id: str, prompt: tuple[int, ...], deltas: list[Delta]) -> RequestOutput:

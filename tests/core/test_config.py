@@ -168,18 +168,16 @@ def test_wrong_devices(device: str) -> None:
     ],
 )
 def test_kv_memory_in_bytes(given: Any, expected: int) -> None:
-    assert load_config({"model": "m", "kv_memory": given}).kv_memory_bytes(4 * 2**31) == expected
+    assert load_config({"model": "m", "kv_memory": given}).kv_memory_bytes(4 * 2**31, auto=1) == expected
 
 
-def test_automatic_kv_memory_is_a_share_of_what_is_available() -> None:
-    config = load_config({"model": "m"})
-    assert 0 < config.kv_memory_bytes(1000) < 1000
-    assert config.kv_memory_bytes(1000, auto_share=0.9) == 900
+def test_automatic_kv_memory_is_what_the_memory_plan_gives() -> None:
+    assert load_config({"model": "m"}).kv_memory_bytes(1000, auto=900) == 900
 
 
 def test_more_kv_memory_than_there_is_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_memory: 2KiB is 2048 bytes, but only 2000 are available"):
-        load_config({"model": "m", "kv_memory": "2KiB"}).kv_memory_bytes(2000)
+        load_config({"model": "m", "kv_memory": "2KiB"}).kv_memory_bytes(2000, auto=1)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "0%", "101%", "-1GiB", "GiB", "1gib", "0B", None, "", "1e3B"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 import yaml
 
@@ -35,6 +36,21 @@ def show(file: File, overrides: Overrides = None, as_json: AsJson = False) -> No
     """The config with every default filled in, as YAML."""
     data = load_config(file, overrides or ()).model_dump(mode="json")
     emit(data, yaml.safe_dump(data, sort_keys=False, allow_unicode=True).rstrip(), as_json=as_json)
+
+
+@app.command()
+def plan(file: File, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """The parts that an engine of this config would have and the memory that it needs. Loads no weights."""
+    from ..assembly import plan_engine
+
+    made = plan_engine(load_config(file, overrides or ()))
+    parts = [f"{where}: {part.name}" for where, part in made.parts.items()]
+    facts = [
+        f"device: {made.device.type} ({made.device.name}), {made.dtype}",
+        f"max_length: {made.max_length} tokens; the whole cache holds {made.capacity}",
+        f"memory: {made.memory.text()}",
+    ]
+    emit(msgspec.to_builtins(made), "\n".join([*parts, *facts]), as_json=as_json)
 
 
 @app.command()

@@ -62,11 +62,9 @@ def generate(
     with open_engine(model, config, overrides, quiet=as_json) as engine:
         before = [] if system is None else [{"role": "system", "content": system}]
         requests = [
-            Request(
-                prompt=engine.render([*before, {"role": "user", "content": text}]) if chat else text,
-                special=chat,
-                sampling=sampling,
-            )
+            engine.chat_request([*before, {"role": "user", "content": text}], sampling=sampling)
+            if chat
+            else Request(prompt=text, sampling=sampling)
             for text in texts
         ]
         if len(requests) == 1 and not as_json:

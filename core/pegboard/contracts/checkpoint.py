@@ -84,8 +84,9 @@ class Checkpoint(ABC):
         dtype None: as stored (blocks: float32)."""
 
     def read_blocks(self, name: str) -> Tensor:
-        """The stored blocks as uint8 [rows, bytes a row], rows in the order of `read` and all leading dimensions flattened
-        to rows: for quantizers that keep them."""
+        """The stored blocks as uint8 [rows, bytes a row], rows in the order of `read`, leading dimensions flattened.
+
+        For quantizers that keep them."""
         raise NotImplementedError(f"{type(self).__name__} stores no blocks")
 
     @abstractmethod

@@ -43,7 +43,10 @@ class RequestAdmitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """One continuation of a request has ended."""
+
     id: str
+    index: int
     finish_reason: FinishReason
     metrics: RequestMetrics
     error: str | None = None

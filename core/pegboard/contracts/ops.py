@@ -51,6 +51,8 @@ class OpsNeed(msgspec.Struct, frozen=True, kw_only=True):
     #: Head sizes that occur.
     head_sizes: tuple[int, ...]
     activations: tuple[str, ...]
+    #: A row's result must not depend on how many rows there are, bit for bit.
+    batch_invariant: bool = False
 
 
 class Ops(ABC):

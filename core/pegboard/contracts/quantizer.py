@@ -76,10 +76,12 @@ class QuantizerNeed(msgspec.Struct, frozen=True, kw_only=True):
     storages: frozenset[str] = frozenset()
     #: Rows that a decode step has at most, for choosing kernels.
     max_rows: int = 1
+    #: A row's result must not depend on how many rows there are, bit for bit.
+    batch_invariant: bool = False
 
 
 class Quantizer(ABC):
-    """Makes linears. Its descriptor's `matches` lists the schemes that it recognises ("none", "awq", "Q4_1", ...)."""
+    """Makes linears. Its descriptor's `matches` lists the schemes that it recognises ("none", "awq", "gguf", ...)."""
 
     @classmethod
     @abstractmethod

@@ -208,7 +208,12 @@ class Scheduler(ABC):
 
     @abstractmethod
     def fail(self, step: int, error: str) -> None:
-        """A launched step raised and will never retire: its sequences end with "error", their pages come back."""
+        """A launched step raised and will never retire: its sequences end with "error", their pages come back.
+        ValueError: no such step is in flight."""
+
+    @abstractmethod
+    def is_live(self, id: str) -> bool:
+        """Whether the sequence was admitted and has not ended."""
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -48,13 +48,26 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+#: Parameters that a type can't do without.
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
 def rope_refusals(config: Mapping[str, Any]) -> list[str]:
+    for dialect in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(dialect), Mapping | None):
+            return [f"{dialect} is {config[dialect]!r} in config.json, must be a table"]
     parameters = rope_parameters(config)
     kind = parameters["rope_type"]
     if kind not in _SCALING:
         return [f"rope type {kind!r} is not supported; supported: {', '.join(sorted(_SCALING))}"]
-    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
-    return [f"rope type {kind!r} needs {key!r} in its parameters" for key in needed if key not in parameters]
+    needed = ("rope_theta", *_NEEDED.get(kind, ()))
+    reasons = [f"rope type {kind!r} needs {key!r} in its parameters" for key in needed if key not in parameters]
+    numbers = {key: parameters[key] for key in needed if key in parameters}
+    return reasons + [
+        f"rope parameter {key} is {value!r}, must be a number above 0"
+        for key, value in numbers.items()
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf
+    ]
 
 
 def make_rope(

@@ -23,10 +23,11 @@ from .tickets import Ticket
 class LocalExecutor(Executor):
     """Steps run on this process's device in the order of launch; results are read when they retire."""
 
-    def __init__(self, runner: ModelRunner, weight_bytes: int, device: str) -> None:
+    def __init__(self, runner: ModelRunner, weight_bytes: int, device: str, threads: int | None) -> None:
         self._runner: ModelRunner | None = runner
         self._weight_bytes = weight_bytes
         self._device = device
+        self._threads = threads
         self._tickets: deque[Ticket] = deque()
 
     @classmethod
@@ -88,7 +89,7 @@ class LocalExecutor(Executor):
         )
         # Weights may be views of the mapped file: the mapping lives as long as they do.
         survey.checkpoint.close()
-        return cls(runner, model.weight_bytes, device)
+        return cls(runner, model.weight_bytes, device, survey.config.threads)
 
     @property
     def flying(self) -> int:
@@ -97,6 +98,8 @@ class LocalExecutor(Executor):
     def launch(self, plan: StepPlan) -> None:
         if self._runner is None:
             raise EngineDead("the executor was closed")
+        if self._threads is not None and torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # a setting of the calling thread, so not at creation
         self._tickets.append(self._runner.launch(plan))
 
     def retire(self, depth: int) -> StepResult | None:

@@ -75,6 +75,9 @@ class LedgerScheduler(Scheduler):
     def fail(self, step: int, error: str) -> None:
         self.ledger.fail(step, error)
 
+    def is_live(self, id: str) -> bool:
+        return self.ledger.is_live(id)
+
     def has_work(self) -> bool:
         return self.ledger.has_work()
 

@@ -307,6 +307,8 @@ class Ledger:
         tokens, reason = row.tokens, None
         if row.error is not None:
             self._end(seq, "error", row.error)
+            # Whatever spoilt it may lie in entries that were committed before.
+            self.cache.reset_prefixes()
             return
         known = seq.tokens
         if plan.samples:
@@ -491,6 +493,9 @@ class Ledger:
             self._progress.append(Progress(id=seq.id, tokens=kept))
 
     # -- reports -----------------------------------------------------------------------------------------------------
+
+    def is_live(self, id: str) -> bool:
+        return id in self._live
 
     def has_work(self) -> bool:
         return bool(self._live or self._progress)

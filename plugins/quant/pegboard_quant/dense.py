@@ -54,6 +54,8 @@ class DenseQuantizer(Quantizer):
         reasons = []
         if need.dtype not in FLOAT_DTYPES:
             reasons.append(f"makes weights of {', '.join(FLOAT_DTYPES)}, not of {need.dtype}")
+        if need.batch_invariant and need.dtype != "float64":
+            reasons.append("is not bit for bit independent of a row's neighbours: torch picks matmuls by shape")
         method = need.scheme.get("quant_method")
         if method not in (None, "none"):
             reasons.append(f"reads dense weights only; the checkpoint is quantized with {method!r}")

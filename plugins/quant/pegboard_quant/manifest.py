@@ -13,6 +13,6 @@ def pegboard_parts() -> tuple[Part, ...]:
             name="none",
             factory="pegboard_quant.dense:DenseQuantizer",
             summary="Dense linears in the dtype of the activations",
-            matches=("none",),
+            matches=("none", "gguf"),
         ),
     )

@@ -35,7 +35,9 @@ def oracle(tiny_path: Path) -> Callable[[Sequence[int], int], tuple[int, ...]]:
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(new):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+                best = model(torch.tensor([ids])).logits[0, -1].topk(2)
+                assert best.values[0] - best.values[1] > 1e-3, f"{prompt} is a close call: rounding might decide"
+                ids.append(int(best.indices[0]))
         return tuple(ids[len(prompt) :])
 
     return greedy

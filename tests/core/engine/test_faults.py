@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -41,7 +42,9 @@ def good(tiny_path: Path) -> list[tuple[int, ...]]:
         for prompt in PROMPTS:
             ids = list(prompt)
             for _ in range(NEW):
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+                best = model(torch.tensor([ids])).logits[0, -1].topk(2)
+                assert best.values[0] - best.values[1] > 1e-3, f"{prompt} is a close call: rounding might decide"
+                ids.append(int(best.indices[0]))
             found.append(tuple(ids[len(prompt) :]))
     return found
 
@@ -54,7 +57,7 @@ class Trip:
         self.armed = False
         self.calls = 0
         self.tripped = False
-        #: Ids of the plan or result that it was tripped in.
+        #: Sequences of the plan or result that it was tripped in.
         self.touched: set[str] = set()
 
     def __call__(self, touched: Sequence[Any] = ()) -> None:
@@ -187,6 +190,15 @@ FAULTS: dict[str, tuple[Callable[[Kit, Trip], None], int, str]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections(good: Any) -> Iterator[None]:
+    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def kit() -> Kit:
     return Kit()
@@ -225,13 +237,13 @@ def test_one_fault_ends_only_what_it_touched(
     engine = start(run_ahead=ahead)
     assert outputs([engine.submit(PROMPTS[0], GREEDY)])[0].token_ids == good[0]
     trip.armed = True
-    handles = [engine.submit(prompt, GREEDY, id=str(i)) for i, prompt in enumerate(PROMPTS)]
+    handles = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     found = outputs(handles)
     assert trip.tripped
-    failed = {output.id for output in found if output.finish_reason == "error"}
+    failed = {id for h, o in zip(handles, found, strict=True) if o.finish_reason == "error" for id in h.indices}
     assert failed
     for output, right in zip(found, good, strict=True):
-        if output.id in failed:
+        if output.finish_reason == "error":
             assert "the fuse has tripped" in str(output.error)
             assert doing in str(output.error)
             assert output.token_ids == right[: len(output.token_ids)], "what was streamed before was right"

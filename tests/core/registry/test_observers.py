@@ -12,7 +12,7 @@ from pegboard.registry.observers import HOOKS, Observers
 EVENTS: dict[str, Any] = {
     "pegboard_engine_ready": EngineReady(parts={"ops": "torch"}, load_seconds=1.0),
     "pegboard_request_admitted": RequestAdmitted(id="r", prompt_tokens=3),
-    "pegboard_request_finished": RequestFinished(id="r", finish_reason="stop", metrics=RequestMetrics()),
+    "pegboard_request_finished": RequestFinished(id="r", index=0, finish_reason="stop", metrics=RequestMetrics()),
     "pegboard_step_done": StepDone(step=1, rows=1, seconds=0.1, waiting=0, running=1),
     "pegboard_engine_closed": None,
 }

@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
+
     from pegboard.errors import PegboardError
     from pegboard.hub import resolve_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -9,8 +10,10 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Self, overload
 
 from msgspec.structs import replace
@@ -74,10 +77,15 @@ class Engine:
         self._pid = os.getpid()
         self._serials = itertools.count(1)
         self._handles: dict[str, Handle] = {}
+        #: Admissions that observers have not been told of: the step's thread does.
+        self._admitted: deque[RequestAdmitted] = deque()
         self._by_sequence: dict[str, Handle] = {}
         self._dead: EngineDead | None = None
-        self._closing, self._closed = threading.Lock(), False
-        self._bell = threading.Event()
+        self._closing, self._closed = threading.RLock(), False
+        #: Wakes the engine's thread. A SimpleQueue, since its `put` may be called from a destructor.
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        #: Requests whose stream was dropped: the engine's thread ends them.
+        self._dropped: deque[str] = deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._bell, self._stopping), name="pegboard-step", daemon=True
@@ -135,10 +143,8 @@ class Engine:
             for sequence, emission in emissions.items():
                 self._by_sequence[sequence] = handle
                 self._emitter.add(sequence, emission)
-        self._bell.set()
-        self._observers.notify(
-            "pegboard_request_admitted", RequestAdmitted(id=name, prompt_tokens=len(handle.prompt_token_ids))
-        )
+            self._admitted.append(RequestAdmitted(id=name, prompt_tokens=len(handle.prompt_token_ids)))
+        self._bell.put(None)
         return handle
 
     def stream(self, prompt: Prompt | Request, sampling: SamplingParams | None = None, **options: Any) -> Stream:
@@ -204,7 +210,7 @@ class Engine:
         with self._phases.lock:
             handle, scheduler = self._handles.get(id), self._phases.scheduler
             found = [] if handle is None else [scheduler.finish(seq, "abort") for seq in handle.indices]
-        self._bell.set()
+        self._bell.put(None)
         return any(found)
 
     # -- the step
@@ -215,6 +221,9 @@ class Engine:
         Called by the engine's own thread. What a part raises fails the requests that it touched (`Phases`).
         """
         begin = time.monotonic()
+        self._announce()
+        while self._dropped:
+            self.abort(self._dropped.popleft())
         plan = self._phases.schedule()
         self._emitter.started(plan)
         self._phases.launch(plan)
@@ -223,6 +232,15 @@ class Engine:
         self._deliver(outcome)
         self._observe(retired, begin)
         return plan is not None or retired is not None or bool(outcome)
+
+    def _drop(self, id: str) -> None:
+        """End a request nobody listens to. Takes no lock: a destructor may run anywhere, in the step's thread too."""
+        self._dropped.append(id)
+        self._bell.put(None)
+
+    def _announce(self) -> None:
+        while self._admitted:
+            self._observers.notify("pegboard_request_admitted", self._admitted.popleft())
 
     def _deliver(self, outcome: Sequence[Progress]) -> None:
         for progress in outcome:
@@ -270,17 +288,22 @@ class Engine:
     # -- life
 
     def close(self) -> None:
-        """End every request with an error, stop the thread, give all memory back. Legal more than once."""
+        """End every request with an error, stop the thread, give all memory back. Legal from anywhere, and again."""
+        with self._phases.lock:
+            self._dead = self._dead or EngineDead("the engine was closed")
+        if threading.current_thread() is self._thread:  # an observer asks: the thread does it when the step is over
+            self._stopping.set()
+            return
+        self._finalizer()
+        self._shut()
+
+    def _shut(self) -> None:
         with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            with self._phases.lock:
-                self._dead = self._dead or EngineDead("the engine was closed")
-            self._finalizer()
-            self._die(self._dead)
-            self._phases.executor.close()
-            self._observers.notify("pegboard_engine_closed")
+            if not self._closed:
+                self._closed = True
+                self._die(self._dead or EngineDead("the engine was closed"))
+                self._phases.executor.close()
+                self._observers.notify("pegboard_engine_closed")
 
     def __enter__(self) -> Self:
         return self
@@ -295,7 +318,11 @@ class Engine:
     def _turn(self) -> float | None:
         """One turn of the engine's thread: seconds to sleep before the next (None: until something is asked)."""
         try:
-            if self.step():
+            worked = self.step()
+            if self._stopping.is_set():
+                self._shut()
+                return None
+            if worked:
                 return 0.0
             if self._phases.idle:
                 return None
@@ -309,16 +336,19 @@ class Engine:
             return None
 
     def _die(self, error: EngineDead) -> None:
+        """Once the step's thread is here, or gone: end everything that is live."""
         with self._phases.lock:
             self._dead = self._dead or error
-            handles, self._handles = list(self._handles.values()), {}
         self._stopping.set()
-        for handle in handles:
-            handle.kill(error)
+        self._announce()
+        self._deliver([Progress(id=id, finish_reason="error", error=str(error)) for id in list(self._by_sequence)])
 
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise EngineDead(str(self._dead)) from self._dead
+        self._check_process()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise EngineDead("this process was forked from the engine's: make an engine here, or use the spawn method")
 
@@ -333,7 +363,7 @@ class Engine:
         with self._phases.lock:
             for sequence in handle.indices:
                 self._phases.scheduler.resume(sequence)
-        self._bell.set()
+        self._bell.put(None)
 
     def _emission(self, index: int, request: Request, prompt_tokens: int, arrival: float) -> Emission:
         tokenizer, sampling = self._admission.tokenizer, request.sampling
@@ -347,21 +377,23 @@ class Engine:
         )
 
 
-def _work(engine: weakref.ref[Engine], bell: threading.Event, stopping: threading.Event) -> None:
+def _work(engine: weakref.ref[Engine], bell: SimpleQueue[None], stopping: threading.Event) -> None:
     """The engine's thread. It holds no reference while it sleeps, so that a forgotten engine can go."""
     while not stopping.is_set():
-        bell.clear()
+        while not bell.empty():
+            bell.get_nowait()
         alive = engine()
         if alive is None:
             return
         pause = alive._turn()
         del alive
         if pause != 0.0:
-            bell.wait(pause)
+            with contextlib.suppress(Empty):
+                bell.get(timeout=pause)
 
 
-def _stop(bell: threading.Event, stopping: threading.Event, thread: threading.Thread) -> None:
+def _stop(bell: SimpleQueue[None], stopping: threading.Event, thread: threading.Thread) -> None:
     stopping.set()
-    bell.set()
+    bell.put(None)
     if thread is not threading.current_thread():
         thread.join()

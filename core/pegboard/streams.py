@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
 from .contracts.observer import RequestMetrics
-from .errors import EngineDead
 from .request import Completion, Delta, RequestOutput
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ class Handle:
 
     def take(self, timeout: float | None = None) -> Delta | None:
         """The next delta, waiting for it; None when all were taken. TimeoutError after `timeout` seconds."""
+        self._engine._check_process()
         with self._ready:
             if not self._ready.wait_for(lambda: self._waiting or not self._open, timeout):
                 raise TimeoutError(f"request {self.id}: nothing new within {timeout} s")
@@ -76,6 +76,7 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and put everything together. TimeoutError after `timeout` seconds; the request goes on."""
+        self._engine._check_process()
         self.gather()
         with self._ready:
             if not self._ready.wait_for(lambda: not self._open, timeout):
@@ -130,11 +131,6 @@ class Handle:
             listener()
         return not paused
 
-    def kill(self, error: EngineDead) -> None:
-        """Terminal deltas for whatever is still open."""
-        for index in sorted(self._open):
-            self.put(Delta(index=index, finish_reason="error", error=str(error)))
-
 
 class Stream(Iterator[Delta]):
     """The deltas of a request that ends with its consumer: closing or dropping the stream aborts it."""
@@ -159,7 +155,7 @@ class Stream(Iterator[Delta]):
 
     def __del__(self) -> None:
         if self.handle.live:
-            self.close()
+            self.handle._engine._drop(self.handle.id)
 
 
 def _join(id: str, prompt: tuple[int, ...], deltas: list[Delta]) -> RequestOutput:

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from pegboard.config import EngineConfig, PartChoice, PluginsConfig, check_config, config_schema, load_config
 from pegboard.contracts.part import OBJECTIVES, ROLES, Part
 from pegboard.errors import ConfigError
 from pegboard.registry.hookspecs import hookimpl
 from pegboard.registry.registry import Registry
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 def reasons(source: Any, overrides: Any = ()) -> tuple[str, ...]:

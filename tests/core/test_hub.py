@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from pegboard import hub
 from pegboard.errors import CheckpointError, PegboardError
 

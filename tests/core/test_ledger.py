@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed
 from pegboard.contracts.sampler import SamplingParams, TokenLogprobs

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+
 from pegboard.noise import GUMBEL_MAX, GUMBEL_MIN, child_seed, gumbel, philox, philox_words
 
 # Known answers of Random123 (kat_vectors, philox4x32 10)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+
 from pegboard import load_config
 from pegboard.cli.main import app, main
 

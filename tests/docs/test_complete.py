@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-import pegboard
 import pytest
 import typer
+
+import pegboard
 from pegboard import EngineConfig, Part, Registry, Request, RequestMetrics, SamplingParams
 from pegboard.cli.main import app
 from pegboard.config import PartChoice, PluginsConfig

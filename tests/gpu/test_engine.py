@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pegboard import SamplingParams
 from pegboard.testing.tiny import tiny_model
 

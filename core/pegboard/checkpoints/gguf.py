@@ -104,7 +104,8 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def tokenizer(self) -> TokenizerFiles:
-        return TokenizerFiles(gguf={key: self._metadata[key] for key in self._metadata if key.startswith("tokenizer.")})
+        found = {key: self._metadata[key] for key in self._metadata if key.startswith("tokenizer.")}
+        return TokenizerFiles(gguf=found or None)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos

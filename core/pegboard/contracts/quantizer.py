@@ -94,7 +94,8 @@ class Quantizer(ABC):
 
     @abstractmethod
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
-        """The stored tensors among `names` that `linear` will read, for the report of missing and unused tensors."""
+        """The stored tensors that `linear` will read, there or not, given the names of all that are: for the report of
+        missing and unused tensors."""
 
     @abstractmethod
     def bytes_for(self, spec: LinearSpec, shard: Shard) -> int:

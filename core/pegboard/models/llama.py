@@ -121,9 +121,9 @@ class Llama(DecoderModel):
 
     @classmethod
     def refusals(cls, need: ModelNeed, options: Any) -> Sequence[str]:
-        reasons = [*LlamaConfig.problems(need.config), *rope_refusals(need.config)]
-        if reasons:
-            return reasons
+        problems, reasons = LlamaConfig.problems(need.config), rope_refusals(need.config)
+        if problems:
+            return [*problems, *reasons]
         shape = LlamaConfig.read(need.config)
         if shape.num_attention_heads % shape.kv_heads:
             reasons.append(

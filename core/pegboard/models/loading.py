@@ -30,15 +30,14 @@ class Loader:
         self._total = sum(info.nbytes for info in self._infos.values())
 
     def check(self, linears: Sequence[LinearSpec], vectors: dict[str, tuple[int, ...]]) -> None:
-        """Raise before anything is read if a tensor is missing or a plain one has the wrong shape."""
+        """Note what is missing and what plain tensor has the wrong shape; `linears` raises it."""
         wanted = [name for spec in linears for name in self._kit.quantizer.tensor_names(spec, self._infos)]
-        for name in [*wanted, *vectors]:
+        for name in dict.fromkeys([*wanted, *vectors]):
             if name not in self._infos:
                 self._problems.append(f"missing tensor {name}")
         for name, shape in vectors.items():
             if name in self._infos and self._infos[name].shape != shape:
                 self._problems.append(f"tensor {name} has shape {self._infos[name].shape}, the config says {shape}")
-        self._raise()
 
     def tensor(self, name: str) -> Tensor:
         self._count([name])
@@ -48,10 +47,13 @@ class Loader:
         return Norm(weight=self.tensor(name), eps=eps)
 
     def linears(self, specs: Sequence[LinearSpec]) -> dict[str, Linear]:
-        """Every linear by name. Raises once, for all that could not be made."""
+        """Every linear by name. Raises once, for all that `check` noted and all that could not be made."""
         made: dict[str, Linear] = {}
         for spec in specs:
-            self._count(self._kit.quantizer.tensor_names(spec, self._infos))
+            names = self._kit.quantizer.tensor_names(spec, self._infos)
+            if not all(name in self._infos for name in names):
+                continue
+            self._count(names)
             try:
                 made[spec.name] = self._kit.quantizer.linear(spec, self._kit.checkpoint, self._kit.shard)
             except CheckpointError as error:

@@ -35,6 +35,9 @@ def encode_chat(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any
         return f"{_OPEN}{len(found) - 1}{_CLOSE}"
 
     special = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        render_prompt(tokenizer, messages)  # says what is wrong
+        raise InvalidRequest(f"the messages are {messages!r:.100}, must be a list")
     safe = [
         {**message, "content": special.sub(stand_in, message["content"])}
         if isinstance(message, Mapping) and isinstance(message.get("content"), str)

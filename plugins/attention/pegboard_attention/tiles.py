@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from pegboard.contracts.attention import AttentionLayer
 from pegboard.contracts.batch import Bounds, Rows
-from torch import Tensor
 
 #: Entries gathered at a time: rows x columns x K x D elements of K (and as many of V), unless one row is longer.
 GATHER_ELEMENTS = 1 << 23

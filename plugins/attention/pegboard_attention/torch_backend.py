@@ -7,13 +7,14 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
 from pegboard.contracts.attention import AttentionBackend, AttentionLayer, AttentionNeed, KVLayout, LayerCache
 from pegboard.contracts.batch import Rows
 from pegboard.contracts.device import TensorSpec
 from pegboard.dtypes import FLOAT_DTYPES, torch_dtype
 from pegboard.errors import PegboardError
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from .tiles import Tile, make_tiles
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
 from pegboard.contracts.checkpoint import Checkpoint
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
 from pegboard.dtypes import FLOAT_DTYPES, element_bytes
 from pegboard.errors import CheckpointError, ConfigError
-from torch import Tensor
-from torch.nn.functional import linear
 
 
 class DenseLinear:
@@ -66,8 +67,7 @@ class DenseQuantizer(Quantizer):
         return cls(need)
 
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
-        wanted = _names(spec, "weight") + (_names(spec, "bias") if spec.bias else ())
-        return tuple(name for name in wanted if name in names)
+        return _names(spec, "weight") + (_names(spec, "bias") if spec.bias else ())
 
     def bytes_for(self, spec: LinearSpec, shard: Shard) -> int:
         rows = sum(length for _, length in _output_parts(spec, shard))

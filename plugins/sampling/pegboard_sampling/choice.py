@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from pegboard.noise import GUMBEL_MAX, gumbel
 from torch import Tensor
+
+from pegboard.noise import GUMBEL_MAX, gumbel
 
 #: Noise computed at a time. On a CPU the temporaries then stay in the cache.
 BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 22}

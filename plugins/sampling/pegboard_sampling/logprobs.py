@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from pegboard.contracts.sampler import LogprobTensors
 from torch import Tensor
+
+from pegboard.contracts.sampler import LogprobTensors
 
 from .choice import Candidates, best_first
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+
 from pegboard.contracts.sampler import SamplingParams, SlotOpening
 from pegboard.errors import PegboardError
-from torch import Tensor
 
 Kind = Literal["greedy", "noise", "top_k", "top_p"]
 

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import msgspec
 import torch
+from torch import Tensor
+
 from pegboard.contracts.sampler import (
     LogprobTensors,
     SampleOutput,
@@ -19,7 +21,6 @@ from pegboard.contracts.sampler import (
     VerifyRows,
 )
 from pegboard.errors import PegboardError
-from torch import Tensor
 
 from . import logprobs
 from .choice import Candidates, Draw, all_candidates, pick_from_all, top_k_candidates, top_p_candidates

@@ -15,6 +15,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pegboard.checkpoints.gguf import GGUFCheckpoint
 from pegboard.checkpoints.gguf_dialect import make_config
 from pegboard.checkpoints.gguf_header import BLOCK_TYPES

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+
 from pegboard.checkpoints.safetensors import SafetensorsCheckpoint
 from pegboard.checkpoints.safetensors_header import DTYPES
 from pegboard.errors import CheckpointError
-from safetensors.torch import save, save_file
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 4}
 

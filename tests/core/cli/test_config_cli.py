@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from pegboard.cli.main import main
 from pegboard.config import EngineConfig, config_schema, load_config
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from pegboard import hub
 from pegboard.cli.models import app
 from pegboard.errors import CheckpointError
-from typer.testing import CliRunner
 
 NAME = "smollm2-135m-instruct"
 

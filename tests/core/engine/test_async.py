@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pegboard import (
     AsyncEngine,
     ConfigError,
@@ -176,27 +177,29 @@ def test_fifty_at_once(engine: AsyncEngine, good: Any) -> None:
 
 
 def test_the_loop_is_never_blocked(engine: AsyncEngine, kit: Kit) -> None:
-    """Steps of 100 ms, and a clock that ticks on the same loop every 5 ms."""
-    kit.pace = 0.1
+    """Steps of 300 ms, and a clock that ticks on the same loop every 5 ms."""
+    kit.pace = 0.3
 
     async def main() -> float:
         worst = 0.0
         tasks = [asyncio.ensure_future(engine.generate(prompt(i), SamplingParams(max_tokens=3))) for i in range(3)]
-        streams = [asyncio.ensure_future(collect(engine.stream(prompt(i), SamplingParams(max_tokens=3)))) for i in range(3)]
+        streams = [
+            asyncio.ensure_future(collect(engine.stream(prompt(i), SamplingParams(max_tokens=3)))) for i in range(3)
+        ]
         while not all(task.done() for task in [*tasks, *streams]):
             begin = time.monotonic()
             await asyncio.sleep(0.005)
             worst = max(worst, time.monotonic() - begin)
         return worst
 
-    assert run(main()) < 0.08
+    assert run(main()) < 0.2
 
 
 @pytest.mark.parametrize("kind", ["generate", "stream"])
 @pytest.mark.parametrize("delay", [0.0, 0.0005, 0.05])
 def test_cancelling_the_task_aborts(engine: AsyncEngine, kit: Kit, kind: str, delay: float) -> None:
     """At once, while it is being admitted, or in the middle; its pages come back long before it would have ended."""
-    kit.pace = 0.005
+    kit.pace = 0.01
 
     async def main() -> None:
         work: Any = engine.generate(prompt(1), LONG) if kind == "generate" else collect(engine.stream(prompt(1), LONG))
@@ -208,11 +211,11 @@ def test_cancelling_the_task_aborts(engine: AsyncEngine, kit: Kit, kind: str, de
         await asyncio.sleep(0.05)  # what a cancelled thread still admitted
 
     run(main())
-    assert drained(engine.engine, kit, 0.5)
+    assert drained(engine.engine, kit, 1.0)
 
 
 def test_cancelling_what_waits_in_the_queue(engine: AsyncEngine, kit: Kit, good: Any) -> None:
-    kit.pace = 0.002
+    kit.pace = 0.01
 
     async def main() -> tuple[int, ...]:
         tasks = [asyncio.ensure_future(engine.generate(prompt(i), LONG)) for i in range(12)]
@@ -224,22 +227,22 @@ def test_cancelling_what_waits_in_the_queue(engine: AsyncEngine, kit: Kit, good:
         return (await last).raise_for_error().token_ids
 
     assert run(main()) == good[20]
-    assert drained(engine.engine, kit, 0.5)
+    assert drained(engine.engine, kit, 1.0)
 
 
 def test_wait_for_aborts_when_its_time_is_up(engine: AsyncEngine, kit: Kit) -> None:
-    kit.pace = 0.005
+    kit.pace = 0.01
 
     async def main() -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(engine.generate(prompt(1), LONG), 0.05)
 
     run(main())
-    assert drained(engine.engine, kit, 0.5)
+    assert drained(engine.engine, kit, 1.0)
 
 
 def test_leaving_the_loop_aborts(engine: AsyncEngine, kit: Kit) -> None:
-    kit.pace = 0.005
+    kit.pace = 0.01
 
     async def main() -> None:
         stream = engine.stream(prompt(1), LONG)
@@ -247,7 +250,7 @@ def test_leaving_the_loop_aborts(engine: AsyncEngine, kit: Kit) -> None:
             break
         await stream.aclose()  # type: ignore[attr-defined]
         begin = time.monotonic()
-        while engine.engine.stats().running and time.monotonic() - begin < 0.5:
+        while engine.engine.stats().running and time.monotonic() - begin < 1.0:
             await asyncio.sleep(0.005)
         assert engine.engine.stats().running == 0
 
@@ -255,14 +258,14 @@ def test_leaving_the_loop_aborts(engine: AsyncEngine, kit: Kit) -> None:
 
 
 def test_a_stream_that_was_dropped_aborts(engine: AsyncEngine, kit: Kit) -> None:
-    kit.pace = 0.005
+    kit.pace = 0.01
 
     async def main() -> None:
         async for _ in engine.stream(prompt(1), LONG):
             break
         gc.collect(0)
         begin = time.monotonic()
-        while engine.engine.stats().running and time.monotonic() - begin < 0.5:
+        while engine.engine.stats().running and time.monotonic() - begin < 1.0:
             await asyncio.sleep(0.005)
         assert engine.engine.stats().running == 0
 
@@ -291,8 +294,8 @@ def test_a_slow_consumer_loses_nothing(engine: AsyncEngine, kit: Kit) -> None:
 
 def test_a_loop_that_is_closed_early(engine: AsyncEngine, kit: Kit, good: Any) -> None:
     """asyncio.run cancels what is left; the engine serves the next loop."""
-    kit.pace = 0.005
-    tasks = []
+    kit.pace = 0.01
+    tasks: list[asyncio.Future[Any]] = []
 
     async def main() -> None:
         tasks.extend(asyncio.ensure_future(collect(engine.stream(prompt(i), LONG))) for i in range(3))
@@ -301,7 +304,7 @@ def test_a_loop_that_is_closed_early(engine: AsyncEngine, kit: Kit, good: Any) -
 
     run(main())
     assert all(task.cancelled() for task in tasks)
-    assert drained(engine.engine, kit, 0.5)
+    assert drained(engine.engine, kit, 1.0)
     assert run(engine.generate(prompt(5), GREEDY)).token_ids == good[5]
 
 

@@ -1,4 +1,4 @@
-"""What a part raises fails the requests that it touched, gives their pages back, and the engine goes on or dies loudly."""
+"""What a part raises fails the requests that it touched, gives their pages back; the engine goes on or dies loudly."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pegboard import Engine, EngineDead, Part, RequestOutput, SamplingParams, hookimpl
 from pegboard.contracts.cache import CacheManager
 from pegboard.contracts.scheduler import Progress, StepPlan, StepResult
@@ -347,7 +348,9 @@ def test_cache_manager_that_raises(
         engine.close()
 
 
-def test_samples_that_shared_a_failed_prompt(start: Callable[..., Engine], kit: Kit, good: list[tuple[int, ...]]) -> None:
+def test_samples_that_shared_a_failed_prompt(
+    start: Callable[..., Engine], kit: Kit, good: list[tuple[int, ...]]
+) -> None:
     """n > 1: the children fork from the first; each ends once, and pages that they share come back."""
     for at in range(1, 6):
         trip = Trip(at)
@@ -523,8 +526,9 @@ def test_an_id_used_again_after_its_text_failed(
 def _with_tokenizer(folder: Path) -> Path:
     """A model with a byte-level tokenizer without merges."""
     import tokenizers
-    from pegboard.testing.tiny import tiny_model
     from tokenizers import decoders, models, pre_tokenizers
+
+    from pegboard.testing.tiny import tiny_model
 
     path = tiny_model(folder / "m", vocab_size=256)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -539,11 +543,11 @@ def _with_tokenizer(folder: Path) -> Path:
 
 
 @pytest.fixture
-def quiet_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def quiet_threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What threads let out, which pytest would report as a warning."""
     seen: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
-    yield seen
+    return seen
 
 
 def dies_loudly(engine: Engine, handles: Sequence[Any], cause: str) -> None:
@@ -578,7 +582,9 @@ def test_damaged_state_ends_the_engine(start: Callable[..., Engine], kit: Kit, w
     engine = start(run_ahead=ahead)
     trip.armed = True
     # More than run at once, and one that nobody listens to; all of them long enough to be there when it happens.
-    handles = [engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)) for prompt in PROMPTS]
+    handles = [
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)) for prompt in PROMPTS
+    ]
     dies_loudly(engine, handles, "page 7 is nowhere")
     assert trip.tripped
 
@@ -596,7 +602,9 @@ def test_scheduler_that_can_not_go_on(start: Callable[..., Engine], kit: Kit, me
     kit.put("scheduler", "watched", base, ContinuousOptions)
     engine = start()
     broken.armed = trip.armed = True
-    handles = [engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)) for _ in range(3)]
+    handles = [
+        engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)) for _ in range(3)
+    ]
     if method == "has_work":  # asked when there is nothing to do
         outputs(handles)
         until = time.monotonic() + 10

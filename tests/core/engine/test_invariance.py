@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pegboard import RequestOutput, SamplingParams
 from pegboard.testing.tiny import tiny_model
 

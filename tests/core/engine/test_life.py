@@ -1,4 +1,4 @@
-"""From `Engine(...)` to `close()` and beyond: threads, memory, forks, the end of the process, and what is left alone."""
+"""From `Engine(...)` to `close()` and beyond: threads, memory, forks, the end of the process, what is left alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pegboard import Engine, EngineDead, Part, SamplingParams, hookimpl
 from pegboard_sampling.torch_sampler import TorchSampler
 
@@ -60,7 +61,8 @@ class Slow:
 
 
 def make(path: Path, **settings: Any) -> Engine:
-    return Engine(path, **({"device": "cpu", "max_rows": 2, "max_length": 256} | settings))
+    common: dict[str, Any] = {"device": "cpu", "max_rows": 2, "max_length": 256}
+    return Engine(path, **(common | settings))
 
 
 def slow(path: Path, **settings: Any) -> Engine:
@@ -98,9 +100,13 @@ def test_context_manager(tiny_path: Path, good: tuple[int, ...]) -> None:
 
 
 def test_context_manager_lets_exceptions_through(tiny_path: Path) -> None:
-    with pytest.raises(KeyError), make(tiny_path) as engine:
-        engine.submit(PROMPT, LONG)
-        raise KeyError
+    def fail() -> None:
+        with make(tiny_path) as engine:
+            engine.submit(PROMPT, LONG)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
     assert steps() == []
 
 
@@ -192,11 +198,13 @@ def test_a_forgotten_engine_stops_its_thread(tiny_path: Path) -> None:
 
 
 def test_an_engine_that_is_forgotten_with_a_paused_request(tiny_path: Path) -> None:
-    engine = slow(tiny_path, stream_buffer=2)
-    handle = engine.submit(PROMPT, LONG)
-    assert settles(lambda: engine.stats().paused == 1)
-    gone = weakref.ref(engine)
-    del engine, handle
+    def use() -> weakref.ref[Engine]:
+        engine = slow(tiny_path, stream_buffer=2)
+        engine.submit(PROMPT, LONG)
+        assert settles(lambda: engine.stats().paused == 1)
+        return weakref.ref(engine)
+
+    gone = use()
     assert settles(lambda: (gc.collect(), gone() is None)[1])
     assert settles(lambda: steps() == [])
 
@@ -347,13 +355,12 @@ def script(path: Path, body: str, seconds: float = 40) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     "before",
     [
-        "",
         "engine.submit(PROMPT, GREEDY).result(timeout=20)",
         "handle = engine.submit(PROMPT, LONG)",
         "stream = engine.stream(PROMPT, LONG); next(iter(stream))",
         "engine.submit(PROMPT, LONG); del engine",
     ],
-    ids=["idle", "used", "running", "in a stream", "forgotten"],
+    ids=["idle", "running", "in a stream", "forgotten"],
 )
 def test_the_process_ends_without_close(tiny_path: Path, before: str) -> None:
     done = script(tiny_path, f"engine = Engine(PATH, **SETTINGS)\n{before}\nprint('end')")
@@ -396,8 +403,11 @@ engine.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize("before", ["", "engine.submit(PROMPT, LONG); time.sleep(0.02)"], ids=["idle", "running"])
-@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+@pytest.mark.parametrize(
+    ("before", "end"),
+    [("", "sys.exit(0)"), ("engine.submit(PROMPT, LONG); time.sleep(0.02)", "os._exit(0)")],
+    ids=["idle", "running"],
+)
 def test_a_forked_child_is_told(tiny_path: Path, before: str, end: str) -> None:
     """There is no step's thread in the child: it is told so at once, and the parent's engine goes on."""
     done = script(tiny_path, FORK % {"before": before, "end": end})
@@ -415,7 +425,7 @@ def test_a_request_from_before_the_fork_does_not_hang_the_child(tiny_path: Path)
     handle = engine.submit(PROMPT, LONG)
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        signal.alarm(5)
         try:
             said = handle.result().finish_reason
         except EngineDead as error:
@@ -430,6 +440,54 @@ def test_a_request_from_before_the_fork_does_not_hang_the_child(tiny_path: Path)
     assert done.stdout.splitlines() in (["child error", "status 0"], ["child dead", "status 0"]), done.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_while_the_step_holds_its_lock(tiny_path: Path) -> None:
+    """The lock stays taken in the child for ever; nothing there may wait for it."""
+    body = """
+    import warnings
+    warnings.simplefilter("ignore")
+    from pegboard import Part, hookimpl
+    from pegboard_scheduling.continuous import ContinuousScheduler
+    from pegboard_scheduling.options import ContinuousOptions
+
+    inside = threading.Event()
+
+    class Slow(ContinuousScheduler):
+        def schedule(self):
+            inside.set()
+            time.sleep(0.5)
+            return super().schedule()
+
+    class Offers:
+        @hookimpl
+        def pegboard_parts(self):
+            return [Part(role="scheduler", name="slow", factory=Slow, options=ContinuousOptions, summary="slow")]
+
+    engine = Engine(PATH, plugins=[Offers()], scheduler="slow", **SETTINGS)
+    handle = engine.submit(PROMPT, LONG)
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        try:
+            engine.submit(PROMPT, GREEDY)
+        except EngineDead:
+            print("submit", flush=True)
+        for name, call in (("abort", lambda: engine.abort(handle.id)), ("close", engine.close)):
+            try:
+                call()
+            except EngineDead:
+                pass
+            print(name, flush=True)
+        sys.exit(0)
+    print("status", os.waitpid(child, 0)[1])
+    engine.close()
+    """
+    done = script(tiny_path, body)
+    assert (done.stdout.split(), done.stderr) == (["submit", "abort", "close", "status", "0"], "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_can_make_its_own(tiny_path: Path) -> None:
     body = """
     import warnings

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+
 from pegboard import ConfigError, Engine, Part, PluginError, SamplingParams, hookimpl
 from pegboard.assembly import restore
 from pegboard_sampling.torch_sampler import TorchSampler

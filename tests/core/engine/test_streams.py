@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+
 from pegboard import DeadlineExceeded, Delta, Engine, Part, SamplingParams, hookimpl
 from pegboard.testing.tiny import tiny_model
 from pegboard_sampling.torch_sampler import TorchSampler
@@ -59,7 +60,7 @@ def by_bytes(text: str) -> list[int]:
     from tokenizers import pre_tokenizers
 
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
-    return [TOKENIZER.token_to_id(character) for piece, _ in pieces for character in piece]
+    return [id for piece, _ in pieces for c in piece if (id := TOKENIZER.token_to_id(c)) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +200,8 @@ def test_text_prompts(plain: Engine, name: str) -> None:
 
 
 def test_special_tokens_in_a_prompt(plain: Engine) -> None:
-    assert plain.submit("a</s>b", GREEDY).result(timeout=10).prompt_token_ids == tuple(
-        [*encode("a"), *by_bytes("</s>"), *encode("b")]
-    )
+    as_text = (*encode("a"), *by_bytes("</s>"), *encode("b"))
+    assert plain.submit("a</s>b", GREEDY).result(timeout=10).prompt_token_ids == as_text
     assert EOS in plain.submit("a</s>b", GREEDY, special=True).result(timeout=10).prompt_token_ids
 
 
@@ -294,7 +294,7 @@ def test_eos_ends_and_is_included(engine: Engine, script: Script) -> None:
     ids = [*encode("bye"), EOS, *encode("never")]
     deltas = collect(engine, script(ids), SamplingParams(temperature=0.0, max_tokens=50))
     assert text_of(deltas) == "bye"
-    assert ids_of(deltas) == tuple([*encode("bye"), EOS])
+    assert ids_of(deltas) == (*encode("bye"), EOS)
     assert deltas[-1].finish_reason == "stop"
 
 
@@ -403,7 +403,8 @@ def log_softmax(path: Path) -> Callable[[Sequence[int]], torch.Tensor]:
         with torch.no_grad():
             logits = model(torch.tensor([list(ids)])).logits[0]
         logits[:, TOKENIZER.get_vocab_size() :] = -torch.inf  # these are never chosen
-        return logits.log_softmax(-1)
+        scored: torch.Tensor = logits.log_softmax(-1)
+        return scored
 
     return scores
 
@@ -571,14 +572,14 @@ def test_an_exception_in_the_loop_aborts(engine: Engine, script: Script) -> None
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
 def test_a_stream_that_was_never_begun_aborts(engine: Engine, script: Script, how: str) -> None:
     """As when the caller's own code fails between asking and looping: nobody can ever take its deltas."""
-    script.sampler.pace = 0.002
+    script.sampler.pace = 0.01
     stream = engine.stream(script(by_bytes("z" * 200)), SamplingParams(temperature=0.0, max_tokens=200))
     if how == "closed":
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     del stream
     started = time.monotonic()
     assert settled(lambda: engine.stats().running + engine.stats().waiting == 0)
-    assert time.monotonic() - started < 0.3, "it ran to its end, 200 steps of 2 ms"
+    assert time.monotonic() - started < 1.0, "it ran to its end, 200 steps of 10 ms"
 
 
 def test_a_bad_request_raises_where_it_is_asked_for(engine: Engine) -> None:
@@ -597,7 +598,7 @@ def test_deadline_while_running(engine: Engine, script: Script) -> None:
     begin = time.monotonic()
     output = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=200), timeout=0.1).result(timeout=10)
     assert output.finish_reason == "deadline"
-    assert 0.1 <= time.monotonic() - begin < 0.5
+    assert 0.1 <= time.monotonic() - begin < 0.8
     assert 0 < len(output.token_ids) < 60
     assert output.text == "z" * len(output.token_ids)
     with pytest.raises(DeadlineExceeded, match="deadline"):
@@ -607,13 +608,13 @@ def test_deadline_while_running(engine: Engine, script: Script) -> None:
 
 def test_deadline_while_queued(path: Path, script: Script, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(path, device="cpu", max_rows=1, max_length=256, plugins=[script], sampler="scripted")
-    script.sampler.pace = 0.005
+    script.sampler.pace = 0.01
     running = engine.submit(script(by_bytes("z" * 60)), SamplingParams(temperature=0.0, max_tokens=60))
     begin = time.monotonic()
     queued = engine.submit(script(by_bytes("y")), SamplingParams(temperature=0.0, max_tokens=1), timeout=0.05)
     output = queued.result(timeout=10)
     assert (output.finish_reason, output.token_ids) == ("deadline", ())
-    assert time.monotonic() - begin < 0.25
+    assert time.monotonic() - begin < 0.5
     assert len(running.result(timeout=10).raise_for_error().token_ids) == 60
 
 
@@ -660,7 +661,7 @@ def test_take_times_out(engine: Engine, script: Script) -> None:
 
 @pytest.mark.parametrize("taken", ["one", "all"])
 def test_result_after_streaming_is_the_whole(engine: Engine, script: Script, taken: str) -> None:
-    """"Wait for the end and put everything together": what was taken before is part of it."""
+    """ "Wait for the end and put everything together": what was taken before is part of it."""
     handle = engine.submit(script(by_bytes("hello")), SamplingParams(temperature=0.0, max_tokens=5))
     if taken == "one":
         handle.take(timeout=10)
@@ -681,16 +682,16 @@ def test_metrics(engine: Engine, script: Script) -> None:
     assert metrics.total_time is not None
     assert 0 <= metrics.queue_time <= metrics.ttft <= metrics.total_time
     assert metrics.ttft >= 0.01
-    assert 0.008 <= metrics.itl < 0.1
+    assert 0.008 <= metrics.itl < 1
     assert metrics.total_time >= 0.05
 
 
 def test_queue_time_is_not_the_first_steps_time(engine: Engine, script: Script) -> None:
     """Submission to first row in a step: nobody was before it, so it is far below the time of a step."""
-    script.sampler.pace = 0.2
+    script.sampler.pace = 0.4
     metrics = engine.submit(script(by_bytes("a")), SamplingParams(temperature=0.0, max_tokens=1)).result(10).metrics
     assert metrics.queue_time is not None
-    assert metrics.queue_time < 0.1
+    assert metrics.queue_time < 0.3
 
 
 @pytest.fixture(scope="module")

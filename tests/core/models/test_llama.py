@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pegboard import Part, SamplingParams, hookimpl
 from pegboard.contracts.sampler import LogprobTensors
 from pegboard.testing.tiny import tiny_model

@@ -7,15 +7,16 @@ import math
 import msgspec
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
 from pegboard.contracts.attention import KVLayout, LayerCache
 from pegboard.contracts.device import DeviceFacts, TensorSpec
 from pegboard.contracts.ops import Norm, OpsNeed, Rope
 from pegboard.errors import PegboardError
 from pegboard.ops import TorchOps
-from torch import Tensor
-from torch.nn import functional
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 NEED = OpsNeed(device=DeviceFacts(type="cpu"), dtype="float32", hidden_size=48, head_sizes=(16,), activations=("silu",))
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])

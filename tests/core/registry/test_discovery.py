@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from pegboard.contracts.part import CONTRACT_VERSIONS, Part
 from pegboard.registry.hookspecs import hookimpl
 from pegboard.registry.parts import BrokenPlugin

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
 from pegboard.contracts.observer import Observer
 from pegboard.contracts.ops import Ops
 from pegboard.contracts.part import ROLES

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+
 from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, RequestMetrics, StepDone
 from pegboard.errors import PluginError
 from pegboard.registry.hookspecs import ObserverSpec, PluginSpec, hookimpl

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
 from pegboard.contracts.part import Part
 from pegboard.errors import ConfigError, PluginError
 from pegboard.registry.parts import RegisteredPart
 from pegboard.registry.registry import Registry
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Install = Callable[..., str]
 

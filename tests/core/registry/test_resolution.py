@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel, ConfigDict
+
 from pegboard.config import PartChoice
 from pegboard.contracts.checkpoint import CheckpointNeed
 from pegboard.contracts.part import Part
@@ -15,7 +17,6 @@ from pegboard.registry.parts import RegisteredPart
 from pegboard.registry.registry import Registry
 from pegboard.registry.report import decisions_data, decisions_text
 from pegboard.registry.resolution import Decision, resolve, winner
-from pydantic import BaseModel, ConfigDict
 
 Install = Callable[..., str]
 NEED = object()

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
 from pegboard.contracts.checkpoint import TokenizerFiles
 from pegboard.text import Tokenizer, load_tokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 2024, isn't it?",

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pegboard.errors import CheckpointError, InvalidRequest
-from pegboard.text import Tokenizer, render_chat
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
+
+from pegboard.errors import CheckpointError, InvalidRequest
+from pegboard.text import Tokenizer, render_chat
 
 #: Templates in the manner of the common model families.
 TEMPLATES = {

@@ -7,7 +7,9 @@ from tokenizers import AddedToken, models, pre_tokenizers
 
 from pegboard.text import Tokenizer, encode_chat, render_prompt
 
-TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}<|start|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}<|start|>assistant\n"
+)
 
 
 def make() -> Tokenizer:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pegboard.text import IncrementalDetokenizer, Tokenizer
 
 Make = Callable[..., Tokenizer]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from pegboard.errors import InvalidRequest
 from pegboard.text import StopMatcher
 

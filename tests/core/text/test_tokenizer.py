@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from pegboard.checkpoints.gguf import GGUFCheckpoint
 from pegboard.contracts.checkpoint import TokenizerFiles
 from pegboard.errors import CheckpointError
 from pegboard.hub import resolve_model
 from pegboard.text import Tokenizer, load_tokenizer
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 TEXTS = [
     "",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from pegboard.contracts.attention import AttentionLayer, AttentionNeed, LayerCache
 from pegboard.contracts.batch import Bounds, Rows
 from pegboard.contracts.device import DeviceFacts
@@ -14,7 +16,6 @@ from pegboard.dtypes import dtype_name
 from pegboard.errors import PegboardError
 from pegboard_attention import tiles
 from pegboard_attention.torch_backend import TorchAttention
-from torch import Tensor
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 DEVICES = ["cpu", CUDA]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
+
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed, PageCopy, TableUpdate
 from pegboard_cache import blocks
 from pegboard_cache.options import PagedOptions
 from pegboard_cache.paged import PagedCache
-from pydantic import ValidationError
 
 LAYOUT = KVLayout(name="none", tensors=())
 

@@ -7,6 +7,7 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed
 from pegboard_cache.options import PagedOptions

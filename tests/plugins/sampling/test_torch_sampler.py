@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.sampler import SamplerNeed, SampleRows, SamplingParams, SlotOpening, VerifyRows
 from pegboard.errors import PegboardError

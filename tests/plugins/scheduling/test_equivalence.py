@@ -7,6 +7,7 @@ import os
 from random import Random
 
 import pytest
+
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed
 from pegboard.contracts.sampler import SamplingParams

@@ -5,6 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from pydantic import ValidationError
+
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed
 from pegboard.contracts.sampler import SamplingParams
@@ -16,7 +18,6 @@ from pegboard_cache.paged import PagedCache
 from pegboard_scheduling.continuous import ContinuousScheduler
 from pegboard_scheduling.options import ContinuousOptions, StaticOptions
 from pegboard_scheduling.static import StaticScheduler
-from pydantic import ValidationError
 
 VOCAB = 64
 

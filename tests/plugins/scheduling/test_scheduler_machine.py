@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from pegboard.contracts.attention import KVLayout
 from pegboard.contracts.cache import CacheGroup, CacheNeed
 from pegboard.contracts.sampler import SamplingParams

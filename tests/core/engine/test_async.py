@@ -162,6 +162,7 @@ def test_stream(engine: AsyncEngine, good: Any) -> None:
     assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["length"]
 
 
+@pytest.mark.supports("Engine", "AsyncEngine")
 def test_fifty_at_once(engine: AsyncEngine, good: Any) -> None:
     """Half of them streamed, more than run at once."""
 

@@ -577,8 +577,8 @@ def test_damaged_state_ends_the_engine(start: Callable[..., Engine], kit: Kit, w
     def broken(self: Any) -> None:
         raise AssertionError("page 7 is nowhere")
 
-    part = next(part for part in kit.parts if part.role == "scheduler")
-    kit.put("scheduler", "watched", type("Damaged", (part.factory,), {"check_integrity": broken}), ContinuousOptions)
+    base: Any = next(part.factory for part in kit.parts if part.role == "scheduler")
+    kit.put("scheduler", "watched", type("Damaged", (base,), {"check_integrity": broken}), ContinuousOptions)
     engine = start(run_ahead=ahead)
     trip.armed = True
     # More than run at once, and one that nobody listens to; all of them long enough to be there when it happens.

@@ -83,6 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.supports("Scheduling", "continuous and static batching, chunks, prefix reuse, preemption, running ahead")
 def test_float64_ids_are_the_same(spread: Path, alone: Any, make_engine: Callable[..., Any], name: str) -> None:
     settings = dict(VARIANTS[name])
     if "pool" in settings:
@@ -126,6 +127,7 @@ def test_a_seeded_request_alone_and_beside_others(spread: Path, alone: Any, make
     assert ids(engine, [wanted, *noise])[0] == alone["float64"][1]
 
 
+@pytest.mark.supports("Sampling", "seeds")
 def test_samples_of_one_request_differ_and_are_reproducible(spread: Path, make_engine: Callable[..., Any]) -> None:
     engine = make_engine(spread, device="cpu", dtype="float64", max_rows=8, max_length=128)
     sampling = SamplingParams(temperature=1.0, seed=7, n=4, max_tokens=NEW, ignore_eos=True)

@@ -219,6 +219,7 @@ def test_a_request_keeps_its_engine(tiny_path: Path, good: tuple[int, ...]) -> N
     assert settles(lambda: steps() == [])
 
 
+@pytest.mark.supports("Engine", "close() gives memory back")
 def test_close_gives_memory_back(tiny_path: Path) -> None:
     """Even while the closed engine itself is still held."""
     gc.collect()
@@ -281,6 +282,7 @@ def test_nothing_of_a_request_stays(tiny_path: Path) -> None:
 # -- several engines
 
 
+@pytest.mark.supports("Engine", "several engines in one process")
 def test_two_engines_with_different_parts_at_once(tiny_path: Path, good: tuple[int, ...]) -> None:
     """In one process, driven from four threads: neither feels the other."""
     first = make(tiny_path, scheduler="static", run_ahead=1, page_size=16)

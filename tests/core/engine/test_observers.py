@@ -290,6 +290,28 @@ def test_an_observer_that_closes_the_engine(start: Callable[..., Engine]) -> Non
     engine.close()
 
 
+def test_an_observer_that_closes_what_is_being_closed(start: Callable[..., Engine]) -> None:
+    """Closing ends requests, of which the observer is told: then it closes in its turn."""
+
+    class Closes(Base):
+        @hookimpl
+        def pegboard_request_finished(self) -> None:
+            engine.close()
+
+        @hookimpl
+        def pegboard_engine_closed(self) -> None:
+            engine.close()
+
+    engine = start(Closes)
+    handle = engine.submit(PROMPT, LONG)
+    handle.take(timeout=10)
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert handle.result(timeout=1).finish_reason == "error"
+
+
 def test_an_observer_with_a_misspelt_hook_is_refused(start: Callable[..., Engine]) -> None:
     class Misspelt(Base):
         @hookimpl

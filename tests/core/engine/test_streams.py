@@ -167,6 +167,7 @@ def ids_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("split", [encode, by_bytes], ids=["merged", "bytes"])
+@pytest.mark.supports("Text", "streaming of emoji, Hangul and combining marks")
 def test_pieces_joined_are_the_text(engine: Engine, script: Script, name: str, split: Any) -> None:
     ids = split(TEXTS[name])
     assert TOKENIZER.decode(ids) == TEXTS[name]
@@ -234,6 +235,7 @@ def test_ids_beyond_the_tokenizer_are_never_chosen(plain: Engine) -> None:
     ],
 )
 @pytest.mark.parametrize("split", [encode, by_bytes], ids=["merged", "bytes"])
+@pytest.mark.supports("Sampling", "stop strings across tokens, shown or not")
 def test_stop_strings(
     engine: Engine,
     script: Script,
@@ -290,6 +292,7 @@ def test_stop_strings_of_many_requests_at_once(engine: Engine, script: Script) -
 # -- ends
 
 
+@pytest.mark.supports("Sampling", "EOS")
 def test_eos_ends_and_is_included(engine: Engine, script: Script) -> None:
     ids = [*encode("bye"), EOS, *encode("never")]
     deltas = collect(engine, script(ids), SamplingParams(temperature=0.0, max_tokens=50))
@@ -304,6 +307,7 @@ def test_eos_is_ignored_when_asked(engine: Engine, script: Script) -> None:
     assert (text_of(deltas), ids_of(deltas), deltas[-1].finish_reason) == ("ab", tuple(ids), "length")
 
 
+@pytest.mark.supports("Sampling", "stop ids")
 def test_stop_ids(engine: Engine, script: Script) -> None:
     ids = encode("quick brown")
     deltas = collect(engine, script(ids), SamplingParams(temperature=0.0, max_tokens=50, stop_token_ids=(ids[2],)))
@@ -313,12 +317,14 @@ def test_stop_ids(engine: Engine, script: Script) -> None:
     assert deltas[-1].finish_reason == "stop"
 
 
+@pytest.mark.supports("Sampling", "max_tokens")
 def test_max_tokens_is_exact(engine: Engine, script: Script) -> None:
     for count in (1, 2, 15, 16, 17):
         deltas = collect(engine, script(by_bytes("z" * 40)), SamplingParams(temperature=0.0, max_tokens=count))
         assert (len(ids_of(deltas)), deltas[-1].finish_reason) == (count, "length")
 
 
+@pytest.mark.supports("Sampling", "min_tokens")
 def test_min_tokens_delays_eos_and_stop_ids(engine: Engine, script: Script) -> None:
     ids = [*encode("a"), EOS, *encode("b"), EOS, *encode("c"), EOS, *encode("d")]
     deltas = collect(engine, script(ids), SamplingParams(temperature=0.0, max_tokens=50, min_tokens=4))
@@ -360,6 +366,7 @@ def test_abort_ends_with_abort(engine: Engine, script: Script) -> None:
     assert len(ids_of(deltas)) < 200
 
 
+@pytest.mark.supports("Sampling", "several continuations (n)")
 def test_one_terminal_delta_per_sample(engine: Engine) -> None:
     sampling = SamplingParams(temperature=1.0, seed=4, n=5, max_tokens=9, ignore_eos=True)
     deltas = collect(engine, [1, 5, 6], sampling)
@@ -412,6 +419,7 @@ def log_softmax(path: Path) -> Callable[[Sequence[int]], torch.Tensor]:
 PROMPT = [5, 6, 100, 33, 250, 17, 17, 90]
 
 
+@pytest.mark.supports("Sampling", "logprobs of the output")
 def test_logprobs_stand_beside_their_tokens(plain: Engine, log_softmax: Any) -> None:
     sampling = SamplingParams(temperature=1.3, seed=3, max_tokens=12, ignore_eos=True, logprobs=4)
     deltas = collect(plain, PROMPT, sampling)
@@ -426,6 +434,7 @@ def test_logprobs_stand_beside_their_tokens(plain: Engine, log_softmax: Any) -> 
         assert [token for token, _ in record.top] == best.tolist()
 
 
+@pytest.mark.supports("Sampling", "logprobs of the prompt")
 def test_prompt_logprobs(plain: Engine, log_softmax: Any) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=3, ignore_eos=True)
     for _ in range(2):  # the second time the prefix is cached, and they are wanted all the same
@@ -468,6 +477,7 @@ def settled(condition: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.supports("Engine", "slow consumers pause their own request only")
 def test_a_slow_consumer_pauses_its_own_request_only(
     path: Path, make_engine: Callable[..., Engine], n: int, ahead: int
 ) -> None:
@@ -547,6 +557,7 @@ def test_consumers_in_many_threads(path: Path, make_engine: Callable[..., Engine
 # -- leaving early
 
 
+@pytest.mark.supports("Engine", "cancellation")
 def test_leaving_the_loop_aborts(engine: Engine, script: Script) -> None:
     script.sampler.pace = 0.002
     prompt = script(by_bytes("z" * 200))
@@ -592,6 +603,7 @@ def test_a_bad_request_raises_where_it_is_asked_for(engine: Engine) -> None:
 # -- deadlines
 
 
+@pytest.mark.supports("Engine", "deadlines")
 def test_deadline_while_running(engine: Engine, script: Script) -> None:
     script.sampler.pace = 0.005
     prompt = script(by_bytes("z" * 200))
@@ -705,6 +717,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.supports("Text", "chat templates")
 def test_chat_renders_the_template_with_its_special_tokens(chatty: Engine) -> None:
     messages = [{"role": "user", "content": "hi 😀"}]
     ids = (1, *encode("user: hi 😀"), EOS)

@@ -124,6 +124,7 @@ def test_bfloat16_file_runs_in_float32_on_cpu(tmp_path: Path, make_engine: Calla
     check(tiny_model(tmp_path / "m", dtype="bfloat16"), make_engine)
 
 
+@pytest.mark.supports("Scheduling", "prompts longer than a step")
 def test_long_prompt_crosses_pages_and_chunks(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
     path = tiny_model(tmp_path / "m")
     prompt = torch.randint(3, 211, (300,), generator=torch.Generator().manual_seed(3)).tolist()

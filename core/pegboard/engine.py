@@ -207,6 +207,7 @@ class Engine:
 
     def abort(self, id: str) -> bool:
         """End a request; its deltas end with "abort". False if no such request is live."""
+        self._check_process()
         with self._phases.lock:
             handle, scheduler = self._handles.get(id), self._phases.scheduler
             found = [] if handle is None else [scheduler.finish(seq, "abort") for seq in handle.indices]
@@ -289,6 +290,8 @@ class Engine:
 
     def close(self) -> None:
         """End every request with an error, stop the thread, give all memory back. Legal from anywhere, and again."""
+        if os.getpid() != self._pid:
+            return  # the parent's, and its lock may be taken here for ever
         with self._phases.lock:
             self._dead = self._dead or EngineDead("the engine was closed")
         if threading.current_thread() is self._thread:  # an observer asks: the thread does it when the step is over

@@ -580,11 +580,11 @@ def test_damaged_state_ends_the_engine(start: Callable[..., Engine], kit: Kit, w
     base: Any = next(part.factory for part in kit.parts if part.role == "scheduler")
     kit.put("scheduler", "watched", type("Damaged", (base,), {"check_integrity": broken}), ContinuousOptions)
     engine = start(run_ahead=ahead)
-    trip.armed = True
     # More than run at once, and one that nobody listens to; all of them long enough to be there when it happens.
     handles = [
         engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)) for prompt in PROMPTS
     ]
+    trip.armed = True
     dies_loudly(engine, handles, "page 7 is nowhere")
     assert trip.tripped
 
@@ -601,10 +601,10 @@ def test_scheduler_that_can_not_go_on(start: Callable[..., Engine], kit: Kit, me
     trip = Trip(3)
     kit.put("scheduler", "watched", base, ContinuousOptions)
     engine = start()
-    broken.armed = trip.armed = True
     handles = [
         engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)) for _ in range(3)
     ]
+    broken.armed = trip.armed = True
     if method == "has_work":  # asked when there is nothing to do
         outputs(handles)
         until = time.monotonic() + 10
@@ -623,8 +623,9 @@ def test_what_is_no_exception_leaves_nobody_waiting(
     trip = Trip(2, error)
     kit.put("sampler", "faulty", failing(TorchSampler, "sample", lambda self, *a: trip(kit.planned)))
     engine = start()
+    long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    handles = [engine.submit(prompt, long) for prompt in PROMPTS[:3]]
     trip.armed = True
-    handles = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
     found = outputs(handles)
     assert trip.tripped
     assert any(output.finish_reason == "error" for output in found)

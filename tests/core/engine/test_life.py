@@ -467,6 +467,7 @@ def test_a_fork_while_the_step_holds_its_lock(tiny_path: Path) -> None:
 
     engine = Engine(PATH, plugins=[Offers()], scheduler="slow", **SETTINGS)
     handle = engine.submit(PROMPT, LONG)
+    inside.clear()
     inside.wait()
     child = os.fork()
     if child == 0:

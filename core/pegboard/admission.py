@@ -27,8 +27,9 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     #: Token ids of prompts are below this.
     vocab_size: int
     eos_ids: frozenset[int]
-    #: Longest prompt + output: by the model's context or the config.
+    #: Longest prompt + output that is admitted, and what it would be with a larger cache.
     max_length: int
+    wanted_length: int
     #: The same, by what the whole cache can hold.
     capacity: int
     max_queue: int
@@ -84,7 +85,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
     def _length(self, sampling: SamplingParams, prompt: int) -> int:
         limit = min(self.max_length, self.capacity)
-        what = "the context" if self.max_length <= self.capacity else "the whole KV cache"
+        what = "the context" if limit == self.wanted_length else "the whole KV cache"
         wanted = prompt + (1 if sampling.max_tokens is None else sampling.max_tokens)
         if wanted > limit:
             new = "at least 1 new token" if sampling.max_tokens is None else f"max_tokens {sampling.max_tokens}"

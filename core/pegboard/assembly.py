@@ -6,6 +6,7 @@ same parts from the plan's bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,7 @@ from .contracts.scheduler import Scheduler
 from .devices import device_facts
 from .errors import CheckpointError, ConfigError, PluginError
 from .hub import resolve_model
-from .memory import MemoryPlan, plan_memory
+from .memory import MemoryPlan, affordable_length, gib, plan_memory
 from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, eos_ids, scheme_name
 from .pairing import make_groups
 from .portable import import_objects, locate_objects
@@ -32,6 +33,8 @@ from .registry.parts import RegisteredPart
 from .registry.registry import Registry
 from .registry.resolution import Decision, resolve, winner
 from .text import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("pegboard")
 
 
 class ChosenPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,8 @@ class AssemblyPlan(msgspec.Struct, frozen=True, kw_only=True):
     #: Pages to allocate a group.
     pages: tuple[int, ...]
     max_length: int
+    #: What max_length would be if the cache were large enough.
+    wanted_length: int
     #: Longest sequence that the whole cache holds.
     capacity: int
     #: Ids from here on are never chosen.
@@ -118,9 +123,9 @@ class Survey:
         self.checkpoint = self._open()
         try:
             self.spec = self._describe()
-            self.dtype = choose_dtype(config.dtype, self.checkpoint, self.device)
-            self.max_length, self.problems = choose_length(config, self.spec)
-            self.needs = derive_needs(config, self.checkpoint, self.spec, self.device, self.dtype, self.max_length)
+            self.dtype = choose_dtype(config.dtype, self.checkpoint, self.device) if plan is None else plan.dtype
+            longest, self.problems = choose_length(config, self.spec)
+            self.limit_length(longest if plan is None else plan.max_length)
         except BaseException:
             self.checkpoint.close()
             raise
@@ -128,6 +133,11 @@ class Survey:
     @classmethod
     def of_plan(cls, plan: AssemblyPlan, registry: Registry) -> Self:
         return cls(EngineConfig.model_validate(plan.config), registry, plan)
+
+    def limit_length(self, longest: int) -> None:
+        """Set what every part must serve for sequences of at most `longest` tokens."""
+        self.max_length = longest
+        self.needs = derive_needs(self.config, self.checkpoint, self.spec, self.device, self.dtype, longest)
 
     def decide(
         self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
@@ -242,6 +252,7 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=self.plan.vocab_limit,
             eos_ids=self.eos_ids,
             max_length=self.plan.max_length,
+            wanted_length=self.plan.wanted_length,
             capacity=self.plan.capacity,
             max_queue=config.max_queue,
             needs_host_token=bool(sampler.needs_host_token),
@@ -276,6 +287,16 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     groups = make_groups(spec.layers, backends[0], backends[1], ops)
     quantizer = selection.create("quantizer", needs.quantizer)
     memory = plan_memory(config, survey.device, spec, quantizer, groups, survey.dtype, survey.max_length)
+    affordable = affordable_length(groups, config.page_size, memory.kv_cache)
+    if config.max_length is None and 0 < affordable < survey.max_length:
+        logger.warning(
+            "max_length is %d: the KV cache of %s holds no sequence of the %d tokens that the model was made for",
+            affordable,
+            gib(memory.kv_cache),
+            survey.max_length,
+        )
+        survey.limit_length(affordable)
+        needs = survey.needs
     cache_need = CacheNeed(
         groups=groups,
         page_size=config.page_size,
@@ -300,6 +321,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         groups=groups,
         pages=cache.pages,
         max_length=survey.max_length,
+        wanted_length=config.max_length or spec.context_length,
         capacity=_capacity(cache, survey.max_length),
         vocab_limit=limit,
         depth=needs.scheduler.depth,
@@ -318,9 +340,22 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     )
 
 
-def plan_engine(source: EngineConfig | Mapping[str, Any] | str | Path, **settings: Any) -> AssemblyPlan:
-    """What an engine of this config would be and need (`plan.memory`); loads no weight. Raises as Engine does."""
-    return assemble(load_config(source, settings), Registry.discover()).plan
+def plan_engine(
+    model: str | Path | None = None,
+    *,
+    config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+    **settings: Any,
+) -> AssemblyPlan:
+    """What `Engine` with these arguments would be and need (`plan.memory`); loads no weight. Raises as Engine does."""
+    return assemble(engine_config(model, config, settings), Registry.discover()).plan
+
+
+def engine_config(
+    model: str | Path | None, config: EngineConfig | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any]
+) -> EngineConfig:
+    """`model` and `settings` over `config`."""
+    chosen = settings if model is None else {"model": str(model), **settings}
+    return load_config({} if config is None else config, chosen)
 
 
 def explain(config: EngineConfig, registry: Registry) -> list[Decision]:

@@ -18,8 +18,8 @@ from typing import Any, Self, overload
 
 from msgspec.structs import replace
 
-from .assembly import assemble
-from .config import EngineConfig, load_config
+from .assembly import assemble, engine_config
+from .config import EngineConfig
 from .contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
 from .contracts.sampler import SamplingParams
 from .contracts.scheduler import Progress, SchedulerStats, StepResult
@@ -62,8 +62,7 @@ class Engine:
         ConfigError, CheckpointError, PluginError: it cannot work, with all reasons.
         """
         self._begin = time.monotonic()
-        chosen = settings if model is None else {"model": str(model), **settings}
-        loaded = load_config({} if config is None else config, chosen)
+        loaded = engine_config(model, config, settings)
         registry = Registry.discover(plugins)
         assembled = assemble(loaded, registry, plugins)
         self.config = loaded

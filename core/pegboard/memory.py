@@ -34,6 +34,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"needs {gib(total)} ({parts}), has {gib(self.available)}"
 
 
+def affordable_length(groups: tuple[CacheGroup, ...], page_size: int, kv_bytes: int) -> int:
+    """Entries of the longest sequence that `kv_bytes` hold, beside each group's null page."""
+    states = sum(group.page_bytes for group in groups if group.kind == "state")
+    page = sum(group.page_bytes for group in groups if group.kind != "state")
+    return max((kv_bytes - 2 * states) // page - 1, 0) * page_size if page else 2**31
+
+
 def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 

@@ -43,7 +43,7 @@ def plan(file: File, overrides: Overrides = None, as_json: AsJson = False) -> No
     """The parts that an engine of this config would have and the memory that it needs. Loads no weights."""
     from ..assembly import plan_engine
 
-    made = plan_engine(load_config(file, overrides or ()))
+    made = plan_engine(config=load_config(file, overrides or ()))
     parts = [f"{where}: {part.name}" for where, part in made.parts.items()]
     facts = [
         f"device: {made.device.type} ({made.device.name}), {made.dtype}",

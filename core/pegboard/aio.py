@@ -11,6 +11,7 @@ from typing import Any, Self
 from .contracts.sampler import SamplingParams
 from .contracts.scheduler import SchedulerStats
 from .engine import Engine, Message
+from .errors import ConfigError
 from .request import Delta, Prompt, Request, RequestOutput
 from .streams import Handle
 
@@ -24,6 +25,9 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        """Around an engine that is there; `await AsyncEngine.load(...)` makes one."""
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"AsyncEngine wraps an Engine, not {engine!r}: use await AsyncEngine.load({engine!r})")
         self.engine = engine
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from .admission import Admission
-from .config import EngineConfig, PartChoice, load_config
+from .config import EngineConfig, PartChoice, load_config, unknown_allowed
 from .contracts.cache import CacheGroup, CacheManager, CacheNeed
 from .contracts.checkpoint import Checkpoint, CheckpointNeed
 from .contracts.device import DeviceFacts
@@ -185,7 +185,8 @@ class Survey:
             made.append(self.decide("speculator", config.speculator, None))
         for index, choice in enumerate(config.observers):
             made.append(self.decide(f"observers[{index}]", choice, None, static=False))
-        return self.problems + [reason for decision in made for reason in decision.reasons]
+        problems = [*self.problems, *unknown_allowed(self.config, self.registry)]
+        return problems + [reason for decision in made for reason in decision.reasons]
 
     @property
     def selection(self) -> Selection:

@@ -260,13 +260,18 @@ def check_config(config: EngineConfig, registry: Registry) -> list[str]:
     """Everything in `config` that can't work with these plugins, as far as descriptors and options tell: names that
     don't exist, broken or ambiguous plugins, wrong options, missing dependencies, devices. Loads no model."""
     reasons = [f"{plugin.source} is broken: {plugin.reason}" for plugin in registry.broken_objects]
+    reasons += unknown_allowed(config, registry)
+    for decision in resolve_static(config, registry):
+        reasons.extend(decision.reasons)
+    return reasons
+
+
+def unknown_allowed(config: EngineConfig, registry: Registry) -> list[str]:
+    """Distributions in `plugins.allow` that are not there."""
     known = {normalized(name) for name in registry.distributions}
-    reasons += [
+    return [
         f"plugins.allow: no installed distribution {name!r} offers plugins{nearest(name, known)}; "
         f"found: {listed(known)}"
         for name in config.plugins.allow
         if normalized(name) not in known
     ]
-    for decision in resolve_static(config, registry):
-        reasons.extend(decision.reasons)
-    return reasons

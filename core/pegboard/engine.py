@@ -24,14 +24,17 @@ from .contracts.observer import EngineReady, RequestAdmitted, RequestFinished, S
 from .contracts.sampler import SamplingParams
 from .contracts.scheduler import Progress, SchedulerStats, StepResult
 from .emitter import Emission, Emitter
-from .errors import EngineDead, InvalidRequest
+from .errors import EngineDead, InvalidRequest, PegboardError
 from .phases import Phases
 from .registry.registry import Registry
-from .request import Delta, Prompt, Request, RequestOutput
+from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request, check_sampling
 from .streams import Handle, Stream
 from .text import IncrementalDetokenizer, StopMatcher, encode_chat, render_prompt
 
 logger = logging.getLogger("pegboard")
+
+#: Seconds; a wait without end or with a huge one is not what a lock can do.
+_LONGEST_SLEEP = 3600.0
 
 #: A chat message: {"role": ..., "content": ...}
 Message = Mapping[str, Any]
@@ -49,19 +52,22 @@ class Engine:
         model: str | Path | None = None,
         *,
         config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
-        plugins: Sequence[object] = (),
+        plugins: Sequence[object] | Mapping[str, Any] = (),
         watchers: Sequence[object] = (),
         progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
         """`model` and `settings` are fields of EngineConfig and override `config` (a file, a mapping or a config).
 
-        `plugins` are plugin objects to use besides the installed ones; `watchers` are observers of the caller's own
-        (any object with `@hookimpl` methods of `ObserverSpec`), beside those that the config names;
+        `plugins` are plugin objects to use besides the installed ones (or the config's field, {"allow": [...]});
+        `watchers` are observers of the caller's own (any object with `@hookimpl` methods of `ObserverSpec`), beside
+        those that the config names;
         `progress(bytes done, bytes in all)` is called while weights load.
         ConfigError, CheckpointError, PluginError: it cannot work, with all reasons.
         """
         self._begin = time.monotonic()
+        if isinstance(plugins, Mapping):  # the config's field of that name
+            settings["plugins"], plugins = plugins, ()
         loaded = engine_config(model, config, settings)
         registry = Registry.discover(plugins)
         assembled = assemble(loaded, registry, plugins)
@@ -116,6 +122,7 @@ class Engine:
 
         InvalidRequest: it can never be served. QueueFull: not now. EngineDead: the engine was closed or has died.
         """
+        check_options(options)
         if sampling is not None:
             options["sampling"] = sampling
         request = replace(prompt, **options) if isinstance(prompt, Request) else Request(prompt=prompt, **options)
@@ -158,7 +165,7 @@ class Engine:
 
     @overload
     def generate(
-        self, prompt: str, sampling: SamplingParams | None = ..., *, progress: bool = ..., **options: Any
+        self, prompt: str | Request, sampling: SamplingParams | None = ..., *, progress: bool = ..., **options: Any
     ) -> RequestOutput: ...
     @overload
     def generate(
@@ -171,19 +178,19 @@ class Engine:
     ) -> list[RequestOutput]: ...
     def generate(
         self,
-        prompt: str | Sequence[Prompt | Request],
+        prompt: str | Request | Sequence[Prompt | Request],
         sampling: SamplingParams | None = None,
         *,
         progress: bool = False,
         **options: Any,
     ) -> RequestOutput | list[RequestOutput]:
-        """One text in, one output out; a list in, a list out (a prompt of token ids goes into a list, too).
+        """One text or Request in, one output out; a list in, a list out (a prompt of token ids goes into a list, too).
 
         A single prompt that can't be admitted raises; in a list its output carries the error and the others run.
         Many prompts throttle themselves against the bounded queue. `progress` shows a bar on stderr.
         """
-        if isinstance(prompt, str):
-            return self.submit(prompt, sampling, **options).result()
+        if isinstance(prompt, str | bytes | Request) or not isinstance(prompt, Sequence):
+            return _result(self.submit(prompt, sampling, **options))  # `submit` says what is wrong with other kinds
         from .many import generate_many
 
         return generate_many(self, prompt, sampling, progress=progress, **options)
@@ -192,7 +199,7 @@ class Engine:
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
         """Answer a conversation with the model's own chat template."""
-        return self.submit(self.chat_request(messages), sampling, **options).result()
+        return _result(self.submit(self.chat_request(messages), sampling, **options))
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text that the model's chat template makes of a conversation, for looking at it."""
@@ -203,6 +210,11 @@ class Engine:
 
         Special tokens are the template's alone: their names inside a message stay text."""
         return Request(prompt=encode_chat(self._admission.tokenizer, messages), **options)
+
+    def check(self, sampling: SamplingParams) -> None:
+        """InvalidRequest naming every parameter that no request to this model may have."""
+        check_request(Request(prompt="", sampling=sampling))
+        check_sampling(sampling, self._admission.vocab_size)
 
     def abort(self, id: str) -> bool:
         """End a request; its deltas end with "abort". False if no such request is live."""
@@ -220,6 +232,8 @@ class Engine:
 
         Called by the engine's own thread. What a part raises fails the requests that it touched (`Phases`).
         """
+        if threading.current_thread() is not self._thread:
+            raise PegboardError("the step belongs to the engine's own thread: submit requests instead")
         begin = time.monotonic()
         self._announce()
         while self._dropped:
@@ -243,6 +257,7 @@ class Engine:
             self._observers.notify("pegboard_request_admitted", self._admitted.popleft())
 
     def _deliver(self, outcome: Sequence[Progress]) -> None:
+        self._announce()  # of requests that came during the step
         for progress in outcome:
             handle = self._by_sequence.get(progress.id)
             if handle is None:
@@ -252,17 +267,18 @@ class Engine:
             except Exception as error:  # a tokenizer that raises is this request's trouble only
                 logger.error("emitting text of %s failed", progress.id, exc_info=error)
                 delta = self._emitter.fail(progress, error)
-            if delta is not None:
-                if not handle.put(delta):
-                    self._pause(handle)
-                if delta.finish_reason is not None:
-                    self._ended(progress.id, handle, delta)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                del self._by_sequence[progress.id]
+                if not any(sequence in self._by_sequence for sequence in handle.indices):
+                    with self._phases.lock:
+                        self._handles.pop(handle.id, None)  # its id is free before anybody can know of its end
+            if not handle.put(delta):
+                self._pause(handle)
+            self._tell_finished(handle, delta)
 
-    def _ended(self, sequence: str, handle: Handle, delta: Delta) -> None:
-        del self._by_sequence[sequence]
-        if not handle.live:
-            with self._phases.lock:
-                self._handles.pop(handle.id, None)
+    def _tell_finished(self, handle: Handle, delta: Delta) -> None:
         if delta.finish_reason is not None and delta.metrics is not None:
             event = RequestFinished(
                 id=handle.id,
@@ -275,7 +291,7 @@ class Engine:
 
     def _observe(self, retired: StepResult | None, begin: float) -> None:
         if retired is not None and self._observers.active:
-            stats = self._phases.scheduler.stats()
+            stats = self._phases.stats()
             event = StepDone(
                 step=retired.step,
                 rows=len(retired.rows),
@@ -297,6 +313,7 @@ class Engine:
             self._stopping.set()
             return
         self._finalizer()
+        self._thread.join()  # somebody else's close may have begun before
         self._shut()
 
     def _shut(self) -> None:
@@ -315,7 +332,7 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Sequences waiting, running, preempted and paused."""
-        return self._phases.scheduler.stats()
+        return self._phases.stats()
 
     def _turn(self) -> float | None:
         """One turn of the engine's thread: seconds to sleep before the next (None: until something is asked)."""
@@ -329,7 +346,7 @@ class Engine:
             if self._phases.idle:
                 return None
             # Everything live is paused: only a deadline can change that by itself.
-            deadline = self._phases.scheduler.next_deadline()
+            deadline = self._phases.next_deadline()
             return None if deadline is None else max(deadline - time.monotonic(), 0.001)
         except BaseException as error:  # SystemExit from a plugin must not leave everybody waiting
             logger.critical("the engine stops after an error that it can't contain", exc_info=error)
@@ -344,6 +361,7 @@ class Engine:
         self._stopping.set()
         self._announce()
         self._deliver([Progress(id=id, finish_reason="error", error=str(error)) for id in list(self._by_sequence)])
+        self._phases.abandon(str(error))
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -379,6 +397,15 @@ class Engine:
         )
 
 
+def _result(handle: Handle) -> RequestOutput:
+    """The result; who stops waiting (Ctrl-C) wants no more of it."""
+    try:
+        return handle.result()
+    except BaseException:
+        handle.abort()
+        raise
+
+
 def _work(engine: weakref.ref[Engine], bell: SimpleQueue[None], stopping: threading.Event) -> None:
     """The engine's thread. It holds no reference while it sleeps, so that a forgotten engine can go."""
     while not stopping.is_set():
@@ -391,7 +418,7 @@ def _work(engine: weakref.ref[Engine], bell: SimpleQueue[None], stopping: thread
         del alive
         if pause != 0.0:
             with contextlib.suppress(Empty):
-                bell.get(timeout=pause)
+                bell.get(timeout=None if pause is None else min(pause, _LONGEST_SLEEP))
 
 
 def _stop(bell: SimpleQueue[None], stopping: threading.Event, thread: threading.Thread) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .contracts.sampler import SamplingParams
 from .errors import InvalidRequest, QueueFull
-from .request import Prompt, Request, RequestOutput
+from .request import Prompt, Request, RequestOutput, check_options
 from .streams import Handle
 
 if TYPE_CHECKING:
@@ -33,9 +33,14 @@ def generate_many(
     """Outputs in the order of the prompts; what could not be admitted carries its error."""
     if prompts and all(isinstance(prompt, int) for prompt in prompts):
         raise InvalidRequest("a list of numbers is one prompt of token ids: put it into a list, [[1, 2, 3]]")
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise InvalidRequest("these prompts look like messages of a conversation: use `chat`")
+    check_options(options)
+    if sampling is not None:  # what is wrong with all of them is the caller's mistake
+        engine.check(sampling)
     outputs: dict[int, RequestOutput] = {}
     running: deque[tuple[int, Handle]] = deque()
-    with _bar(len(prompts), progress) as advance:
+    with _bar(len(prompts), progress) as advance, _aborting(running):
 
         def collect() -> None:
             index, handle = running.popleft()
@@ -61,6 +66,17 @@ def generate_many(
         while running:
             collect()
     return [outputs[index] for index in range(len(prompts))]
+
+
+@contextmanager
+def _aborting(running: deque[tuple[int, Handle]]) -> Iterator[None]:
+    """Who stops waiting (Ctrl-C) wants no more of what was submitted."""
+    try:
+        yield
+    except BaseException:
+        for _, handle in running:
+            handle.abort()
+        raise
 
 
 @contextmanager

@@ -6,12 +6,13 @@ own integrity check fails after that, nothing can be trusted any more and the en
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
 
 from .contracts.executor import Executor
-from .contracts.scheduler import FinishReason, Progress, Scheduler, StepPlan, StepResult
+from .contracts.scheduler import FinishReason, Progress, Scheduler, SchedulerStats, StepPlan, StepResult
 from .errors import EngineDead
 
 logger = logging.getLogger("pegboard")
@@ -50,6 +51,8 @@ class Phases:
         try:
             self.executor.launch(plan)
             self._flying.append(plan)
+        except EngineDead:
+            raise
         except Exception as error:
             self._fail_step(plan, "running a step", error)
 
@@ -57,6 +60,8 @@ class Phases:
         """Waits for the oldest step when more than `depth` fly, or when nothing new was launched."""
         try:
             retired = self.executor.retire(self._depth if plan is not None else 0)
+        except EngineDead:
+            raise
         except Exception as error:
             self._fail_step(self._flying.popleft(), "reading a step's result", error)
             return None
@@ -94,9 +99,24 @@ class Phases:
         with self.lock:
             return self.scheduler.finish(id, reason, error)
 
+    def abandon(self, reason: str) -> None:
+        """The engine ends: let go of everything that is live, as far as the scheduler still can."""
+        with self.lock, contextlib.suppress(Exception):
+            for id in sorted(self.live):
+                self.scheduler.finish(id, "error", reason)
+
     @property
     def idle(self) -> bool:
-        return not self._flying and not self.scheduler.has_work()
+        with self.lock:
+            return not self._flying and not self.scheduler.has_work()
+
+    def next_deadline(self) -> float | None:
+        with self.lock:
+            return self.scheduler.next_deadline()
+
+    def stats(self) -> SchedulerStats:
+        with self.lock:
+            return self.scheduler.stats()
 
     def _fail_step(self, plan: StepPlan, doing: str, error: Exception) -> None:
         with self.lock:

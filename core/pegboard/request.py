@@ -95,6 +95,17 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     metrics: RequestMetrics | None = None
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """InvalidRequest for keywords that are no fields of Request, with what was probably meant."""
+    for name in options:
+        if name in Request.__struct_fields__:
+            continue
+        if name in SamplingParams.__struct_fields__:
+            raise InvalidRequest(f"{name} is a sampling parameter: pass SamplingParams({name}=...)")
+        fields = ", ".join(field for field in Request.__struct_fields__ if field not in ("prompt", "sampling"))
+        raise InvalidRequest(f"there is no option {name!r} of a request; there are {fields}")
+
+
 def check_request(request: Request) -> None:
     """InvalidRequest for fields of a wrong type, beside the prompt and the sampling parameters."""
     wrong: list[str] = []

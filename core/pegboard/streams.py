@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ from .request import Completion, Delta, RequestOutput
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+logger = logging.getLogger("pegboard")
 
 
 class Handle:
@@ -128,7 +132,11 @@ class Handle:
             paused, listener = self._paused, self._listener
             self._ready.notify_all()
         if listener is not None:
-            listener()
+            try:
+                listener()
+            except Exception:
+                logger.exception("a listener of request %s raised and is dropped", self.id)
+                self._listener = None
         return not paused
 
 

@@ -47,7 +47,7 @@ def plan(file: File, overrides: Overrides = None, as_json: AsJson = False) -> No
     parts = [f"{where}: {part.name}" for where, part in made.parts.items()]
     facts = [
         f"device: {made.device.type} ({made.device.name}), {made.dtype}",
-        f"max_length: {made.max_length} tokens; the whole cache holds {made.capacity}",
+        f"max_length: {made.max_length} tokens; the longest sequence that the cache holds: {made.capacity}",
         f"memory: {made.memory.text()}",
     ]
     emit(msgspec.to_builtins(made), "\n".join([*parts, *facts]), as_json=as_json)

@@ -49,7 +49,7 @@ def generate(
 
     if system is not None and not chat:
         raise InvalidRequest("--system needs --chat")
-    texts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt]
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -60,7 +60,7 @@ class Executor(ABC):
     @abstractmethod
     def launch(self, plan: StepPlan) -> None:
         """Start a step; returns without waiting for the device. If it raises, the step will never retire and the
-        steps before it still will."""
+        steps before it still will. EngineDead: no step will ever run again."""
 
     @abstractmethod
     def retire(self, depth: int) -> StepResult | None:

@@ -117,7 +117,7 @@ class LogprobTensors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleOutput(msgspec.Struct, frozen=True, kw_only=True):
-    #: [N] int64 on the device; -1: the row's logits hold NaN, or nothing was left to choose from.
+    #: [N] int64 on the device, valid until the next call; -1: the row's logits hold NaN; -2: no token was left.
     ids: Tensor
     #: Present when a row of the step asks for log-probabilities.
     logprobs: LogprobTensors | None = None
@@ -155,8 +155,9 @@ class VerifyOutput(msgspec.Struct, frozen=True, kw_only=True):
 class Sampler(ABC):
     """Chooses tokens. State of slots is the sampler's own; the runner opens a slot before its first rows.
 
-    Invariants: logits are not changed; ids of a row depend on its logits, its slot's state and its position only;
-    nothing synchronises the device, except in a sampler that declares `needs_host_token`.
+    Invariants: logits are not changed; ids of a row depend on its logits, its slot's state and its position only; the
+    state of a capturable sampler keeps its address; nothing synchronises the device, except in a sampler that declares
+    `needs_host_token`.
     """
 
     #: sample and verify may be recorded into a CUDA graph.

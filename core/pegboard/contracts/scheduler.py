@@ -63,6 +63,8 @@ class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
     samples: bool = True
     #: Prompt tokens whose log-probability is wanted: the ids that follow each query, -1 for none; empty: no.
     targets: tuple[int, ...] = ()
+    #: As SamplingParams.logprobs: None for a row that wants none, whatever its neighbours want.
+    logprobs: int | None = None
     #: With `targets`: how many of the most probable tokens to report beside each.
     top_targets: int = 0
     #: The slot's state must be built before this row.
@@ -105,6 +107,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     #: The row failed (NaN logits, say); the request ends with "error".
     error: str | None = None
+    #: With an error: the sequence's entries can't be trusted, so no prefix of them may be reused.
+    tainted: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -179,7 +179,7 @@ def _call(plugin: object, name: str) -> object:
         )
         raise _Misuse(detail) from error
     if not manager.hook.pegboard_parts.get_hookimpls():
-        raise _Misuse("no function pegboard_parts marked with pegboard.registry.hookspecs.hookimpl")
+        raise _Misuse("no function pegboard_parts marked with pegboard.hookimpl")
     returned = manager.hook.pegboard_parts()
     if not returned:
         raise _Misuse("pegboard_parts returned None, not a list or tuple of Part")

@@ -39,7 +39,7 @@ def class_methods(role: str) -> tuple[str, ...]:
 
 
 def missing_class_methods(role: str, factory: Any) -> list[str]:
-    """Why `factory` can't be asked to create a part; cheap, done whenever one is loaded."""
+    """Why `factory` can't create a part: class methods, and abstract methods left open. Cheap, done at every load."""
     problems = []
     for name in class_methods(role):
         found = getattr(factory, name, None)
@@ -47,7 +47,9 @@ def missing_class_methods(role: str, factory: Any) -> list[str]:
             problems.append(f"class method {name} of {INTERFACES[role].__name__} is not implemented")
         elif isinstance(factory, type) and isinstance(inspect.getattr_static(factory, name), FunctionType):
             problems.append(f"{name} must be a class method: mark it @classmethod")
-    return problems
+    left = getattr(factory, "__abstractmethods__", ()) if isinstance(factory, type) else ()
+    problems += [f"{name} of {INTERFACES[role].__name__} is not implemented" for name in sorted(left)]
+    return list(dict.fromkeys(problems))
 
 
 def contract_problems(role: str, factory: Any) -> list[str]:

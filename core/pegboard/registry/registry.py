@@ -68,10 +68,8 @@ class Registry:
         for plugin in self.broken:
             if (role, name) in plugin.parts:
                 raise PluginError(f"{role} {name!r} is offered by {plugin.source}, which is broken: {plugin.reason}")
-        raise PluginError(
-            f"no {role} named {name!r}{nearest(name, names)}; valid names: {listed(names)}; "
-            f"{_HOW_TO_GET}{self._suspects()}"
-        )
+        valid = f"valid names: {listed(names)}" if names else "none is installed"
+        raise PluginError(f"no {role} named {name!r}{nearest(name, names)}; {valid}; {_HOW_TO_GET}{self._suspects()}")
 
     def exactly(self, role: str, name: str, plugin: str, distribution: str | None) -> RegisteredPart:
         """The part of that name from that source, as a decision or a plan recorded it, even if others that were not

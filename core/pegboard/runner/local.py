@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -100,10 +101,31 @@ class LocalExecutor(Executor):
             raise EngineDead("the executor was closed")
         if self._threads is not None and torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # a setting of the calling thread, so not at creation
-        self._tickets.append(self._runner.launch(plan))
+        with self._on_device():
+            self._tickets.append(self._runner.launch(plan))
 
     def retire(self, depth: int) -> StepResult | None:
-        return self._tickets.popleft().result() if len(self._tickets) > depth else None
+        if len(self._tickets) <= depth:
+            return None
+        ticket = self._tickets.popleft()
+        with self._on_device():
+            return ticket.result()
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Its device is the current one inside. EngineDead: an error has left the device unusable."""
+        if self._device == "cpu":
+            yield
+            return
+        with torch.cuda.device(self._device):
+            try:
+                yield
+            except Exception as error:
+                try:
+                    torch.cuda.synchronize()
+                except Exception as broken:
+                    raise EngineDead(f"the device {self._device} can't be used any more: {broken}") from error
+                raise
 
     def memory(self) -> MemoryReport:
         if self._runner is None:
@@ -121,4 +143,5 @@ class LocalExecutor(Executor):
         self._tickets.clear()
         gc.collect()
         if self._device != "cpu":
-            torch.cuda.empty_cache()
+            with torch.cuda.device(self._device):
+                torch.cuda.empty_cache()

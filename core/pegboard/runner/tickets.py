@@ -10,7 +10,8 @@ from torch import Tensor
 from pegboard.contracts.sampler import LogprobTensors, TokenLogprobs
 from pegboard.contracts.scheduler import RowPlan, RowResult, StepPlan, StepResult
 
-_NOTHING_TO_CHOOSE = "the model's logits hold NaN, or no token was left to choose from"
+_NAN = "the model's logits hold NaN"
+_NOTHING_LEFT = "no token was left to choose from: every one is masked by bias, min_tokens or the model"
 
 
 class HostCopy:
@@ -23,7 +24,7 @@ class HostCopy:
             for target, source in zip(self._tensors, tensors, strict=True):
                 target.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tensors[0].device))
         else:
             self._tensors = list(tensors)
 
@@ -86,12 +87,17 @@ class Ticket:
         if token is None:
             return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored)
         if token < 0:
-            return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored, error=_NOTHING_TO_CHOOSE)
+            nan = token == -1
+            error = _NAN if nan else _NOTHING_LEFT
+            return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored, error=error, tainted=nan)
+        records: tuple[TokenLogprobs, ...] = ()
+        if logprob is not None and row.logprobs is not None:  # the widest wish of the step decides the tensors' width
+            records = (TokenLogprobs(logprob.token_id, logprob.logprob, logprob.top[: row.logprobs]),)
         return RowResult(
             id=row.id,
             epoch=row.epoch,
             tokens=(token,),
-            logprobs=() if logprob is None else (logprob,),
+            logprobs=records,
             prompt_logprobs=scored,
         )
 

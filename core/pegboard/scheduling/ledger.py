@@ -217,7 +217,7 @@ class Ledger:
 
     def preempt(self, seq: Sequence) -> None:
         """Take the pages of a running sequence; it starts over from all its tokens. What flies is void."""
-        self.cache.release(seq.id, seq.fence)
+        self.cache.release(seq.id, self._fence(seq))
         self._empty(seq)
         self.running.discard(seq)
         seq.phase = "preempted"
@@ -226,12 +226,26 @@ class Ledger:
         seq.preemptions += 1
         self._preemptions += 1
         self._lost += 1
+        if seq.paused:
+            self._give_slot_back(seq)
         # Its own pages must not bring it straight back: only pages that others give up count.
         stats = self.cache.stats()
         self._blocked = (seq, stats.free + stats.cached + stats.fenced)
         if not seq.paused:
             self._preempted.insert(seq)
         self._unpark([seq])
+
+    @property
+    def starved(self) -> bool:
+        """Somebody waits, and every slot is taken."""
+        return bool(self._waiting) and not self._slots
+
+    def _give_slot_back(self, seq: Sequence) -> None:
+        """A preempted sequence whose consumer is behind starts over like a new one: others may need its slot."""
+        seq.phase = "waiting"
+        self._lost -= 1
+        self._slots.append(seq.slot)
+        seq.slot = -1
 
     @staticmethod
     def _empty(seq: Sequence) -> None:
@@ -283,7 +297,7 @@ class Ledger:
             live = self._live
             for id, mass in result.score_mass:
                 if id in live:
-                    self.cache.observe_score_mass(id, mass, live[id].fence)
+                    self.cache.observe_score_mass(id, mass, self._fence(live[id]))
             for row in result.rows:
                 plan = rows.pop(row.id)
                 seq = live.get(row.id)
@@ -307,8 +321,8 @@ class Ledger:
         tokens, reason = row.tokens, None
         if row.error is not None:
             self._end(seq, "error", row.error)
-            # Whatever spoilt it may lie in entries that were committed before.
-            self.cache.reset_prefixes()
+            if row.tainted:  # whatever spoilt it may lie in entries that were committed before
+                self.cache.reset_prefixes()
             return
         known = seq.tokens
         if plan.samples:
@@ -329,7 +343,7 @@ class Ledger:
         if final >= len(known):
             final = len(known) - 1
         if final > seq.committed:
-            self.cache.commit(seq.id, known[seq.committed : final], seq.fence)
+            self.cache.commit(seq.id, known[seq.committed : final], self._fence(seq))
             seq.committed = final
         if reason is not None:
             self._end(seq, reason, None, tokens, row.logprobs[: len(tokens)], row.prompt_logprobs)
@@ -365,6 +379,10 @@ class Ledger:
                 self.preempt(seq)
         self._retire()
 
+    def _fence(self, seq: Sequence) -> int:
+        """The last launched step with a row of it: one that is being planned may never be launched."""
+        return min(seq.fence, self._steps)
+
     def _end(
         self,
         seq: Sequence,
@@ -375,7 +393,7 @@ class Ledger:
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         if seq.phase == "running":
-            self.cache.release(seq.id, seq.fence)
+            self.cache.release(seq.id, self._fence(seq))
         elif seq.phase == "preempted":
             self._lost -= 1
         for line in (self.running, self._waiting, self._preempted):
@@ -419,6 +437,8 @@ class Ledger:
             self._paused += 1
             self._waiting.discard(seq)
             self._preempted.discard(seq)
+            if seq.phase == "preempted":
+                self._give_slot_back(seq)
         return True
 
     def resume(self, id: str) -> bool:

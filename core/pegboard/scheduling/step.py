@@ -58,6 +58,7 @@ class StepBuilder:
             tokens=tokens,
             drafts=drafts,
             samples=samples,
+            logprobs=seq.spec.sampling.logprobs,
             targets=targets,
             top_targets=(seq.spec.sampling.prompt_logprobs or 0) if targets else 0,
             opening=seq.opening() if seq.opening_due else None,

@@ -55,7 +55,7 @@ class DenseQuantizer(Quantizer):
         reasons = []
         if need.dtype not in FLOAT_DTYPES:
             reasons.append(f"makes weights of {', '.join(FLOAT_DTYPES)}, not of {need.dtype}")
-        if need.batch_invariant and need.dtype != "float64":
+        if need.batch_invariant:
             reasons.append("is not bit for bit independent of a row's neighbours: torch picks matmuls by shape")
         method = need.scheme.get("quant_method")
         if method not in (None, "none"):

@@ -45,7 +45,7 @@ class TorchSampler(Sampler):
     tokens that can still win. Penalties and bias are applied in float32 (float64 for float64 logits), temperature and
     everything after it in float64.
 
-    A NaN among a row's logits, or no token above -inf, gives id -1. A +inf logit wins; several share the mass.
+    A NaN among a row's logits gives id -1, no token above -inf -2. A +inf logit wins; several share the mass.
     """
 
     def __init__(self, need: SamplerNeed) -> None:
@@ -174,10 +174,9 @@ class TorchSampler(Sampler):
     def _group(
         self, logits: Tensor, slots: Tensor, positions: Tensor, kind: Kind, greatest_k: int, processed: bool
     ) -> tuple[Tensor, Candidates | None]:
-        """Choices of rows of one kind, -1 where there is none; with `processed` what they were chosen from.
+        """Choices of rows of one kind, -1 or -2 where there is none; with `processed` what they were chosen from.
         Greedy rows choose from the adjusted logits, at temperature 1."""
         peak, first = logits.max(-1)
-        hopeless = peak.isnan() | (peak == -torch.inf)
         number = self._table.number
         temperature = number("temperature", slots)
         draw = Draw(
@@ -203,4 +202,5 @@ class TorchSampler(Sampler):
             else:
                 candidates = all_candidates(logits, draw)
             chosen = candidates.pick(draw)
-        return chosen.masked_fill(hopeless, -1), candidates if processed else None
+        chosen = chosen.masked_fill(peak == -torch.inf, -2).masked_fill(peak.isnan(), -1)
+        return chosen, candidates if processed else None

@@ -9,7 +9,7 @@ from pegboard.contracts.scheduler import SchedulerNeed, SequenceSpec, StepPlan
 from pegboard.scheduling import LedgerScheduler, StepBuilder
 
 from .options import ContinuousOptions
-from .rows import plan_running, preempt_paused, prefill_limit
+from .rows import free_a_slot, plan_running, preempt_paused, prefill_limit
 
 
 class ContinuousScheduler(LedgerScheduler):
@@ -39,6 +39,7 @@ class ContinuousScheduler(LedgerScheduler):
 
     def _admit(self, step: StepBuilder) -> None:
         ledger = self.ledger
+        free_a_slot(ledger)
         while step.rows_left and step.tokens_left:
             seq = ledger.next_waiting()
             if seq is None:

@@ -57,6 +57,15 @@ def _victim(ledger: Ledger, step: StepBuilder, seq: Sequence) -> Sequence | None
     return lowest
 
 
+def free_a_slot(ledger: Ledger) -> None:
+    """A paused sequence gives its slot and pages to who waits, when no slot is free."""
+    if ledger.starved:
+        for other in ledger.running.backwards():
+            if other.paused:
+                ledger.preempt(other)
+                return
+
+
 def preempt_paused(ledger: Ledger) -> bool:
     """When only paused sequences hold pages, one of them gives its own to who waits."""
     if ledger.active or ledger.cache.stats().fenced:

@@ -20,6 +20,7 @@ from .contracts.checkpoint import Checkpoint, CheckpointNeed
 from .contracts.device import DeviceFacts
 from .contracts.executor import Executor, ExecutorNeed
 from .contracts.model import ModelNeed, ModelSpec
+from .contracts.quantizer import Shard
 from .contracts.scheduler import Scheduler
 from .devices import device_facts
 from .errors import CheckpointError, ConfigError, PluginError
@@ -122,6 +123,7 @@ class Survey:
         self.parts: dict[str, ChosenPart] = {} if plan is None else dict(plan.parts)
         self.checkpoint = self._open()
         try:
+            self.shard = Shard(size=self._shards())
             self.spec = self._describe()
             self.dtype = choose_dtype(config.dtype, self.checkpoint, self.device) if plan is None else plan.dtype
             longest, self.problems = choose_length(config, self.spec)
@@ -171,7 +173,6 @@ class Survey:
         """Every role whose need is known before the cache's layout is; returns all refusals."""
         config, needs = self.config, self.needs
         decode = config.decode_attention or config.attention
-        executor = ExecutorNeed(device=self.device, max_drafts=0 if config.speculator is None else 1)
         made = [
             self.decide("attention", config.attention, needs.prefill),
             self.decide("decode_attention", decode, needs.decode),
@@ -179,8 +180,8 @@ class Survey:
             self.decide("sampler", config.sampler, needs.sampler),
             self.decide("quantizer", config.quantizer, needs.quantizer, key=scheme_name(self.checkpoint)),
             self.decide("ops", config.ops, needs.ops),
-            self.decide("executor", config.executor, executor),
         ]
+        made += [decision for decision in self.decisions if decision.where == "executor"]
         if config.speculator is not None:
             made.append(self.decide("speculator", config.speculator, None))
         for index, choice in enumerate(config.observers):
@@ -201,9 +202,22 @@ class Survey:
         checkpoint: Checkpoint = self.selection.factory("checkpoint").open(self.path)
         return checkpoint
 
+    @property
+    def executor_need(self) -> ExecutorNeed:
+        return ExecutorNeed(device=self.device, speculates=self.config.speculator is not None)
+
+    def _shards(self) -> int:
+        """Decided first: it sets what one rank holds. An executor that is refused counts as one rank until then."""
+        if "executor" not in self.parts:
+            self.decide("executor", self.config.executor, self.executor_need)
+        if "executor" not in self.parts:
+            return 1
+        selection = self.selection
+        return int(selection.factory("executor").shards(self.executor_need, selection.options("executor")))
+
     def _describe(self) -> ModelSpec:
         name = architecture(self.checkpoint)
-        need = ModelNeed(config=self.checkpoint.config, device=self.device)
+        need = ModelNeed(config=self.checkpoint.config, device=self.device, shard_size=self.shard.size)
         if "model" not in self.parts:
             found = self.decide("model", PartChoice(), need, key=name)
         if "model" not in self.parts:
@@ -222,6 +236,7 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
     registry: Registry
     cache: CacheManager
     needs: Needs
+    executor_need: ExecutorNeed
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
 
@@ -238,7 +253,7 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
         scheduler: Scheduler = selection.create("scheduler", self.needs.scheduler, cache=self.cache, clock=clock)
         executor: Executor = selection.create(
             "executor",
-            ExecutorNeed(device=plan.device),
+            self.executor_need,
             plan=plan.encode,
             restore=lambda: (plan, self.registry),
             progress=progress,
@@ -287,7 +302,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     ]
     groups = make_groups(spec.layers, backends[0], backends[1], ops)
     quantizer = selection.create("quantizer", needs.quantizer)
-    memory = plan_memory(config, survey.device, spec, quantizer, groups, survey.dtype, survey.max_length)
+    memory = plan_memory(config, survey.device, spec, quantizer, survey.shard, groups, survey.dtype, survey.max_length)
     affordable = affordable_length(groups, config.page_size, memory.kv_cache)
     if config.max_length is None and 0 < affordable < survey.max_length:
         logger.warning(
@@ -309,6 +324,9 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     refused = survey.decide("cache", config.cache, cache_need).reasons
     if refused:
         raise ConfigError("the config can't work", refused)
+    if survey.selection.factory("cache").needs_score_mass and not needs.prefill.score_mass:
+        named = survey.parts["cache"].name
+        raise ConfigError(f"cache = {named!r} evicts by score mass, which is not reported yet: choose another")
     cache: CacheManager = survey.selection.create("cache", cache_need)
     tokenizer = _tokenizer(survey.checkpoint)
     limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
@@ -336,6 +354,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         registry=survey.registry,
         cache=cache,
         needs=needs,
+        executor_need=survey.executor_need,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(survey.checkpoint, tokenizer, limit),
     )

@@ -50,13 +50,14 @@ def plan_memory(
     device: DeviceFacts,
     spec: ModelSpec,
     quantizer: Quantizer,
+    shard: Shard,
     groups: tuple[CacheGroup, ...],
     dtype: str,
     max_length: int,
 ) -> MemoryPlan:
     """ConfigError: it does not fit, with the numbers."""
     size = element_bytes(dtype)
-    weights = sum(quantizer.bytes_for(linear, Shard()) for linear in spec.linears) + spec.other_parameters * size
+    weights = sum(quantizer.bytes_for(linear, shard) for linear in spec.linears) + spec.other_parameters * size
     # Logits of every row, and the sampler's float64 work on them.
     logits = config.max_rows * spec.vocab_size * (size + 3 * 8)
     activations = config.max_step_tokens * spec.activation_width * size + logits

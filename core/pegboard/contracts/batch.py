@@ -60,9 +60,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     ids: Tensor
     #: [T] int64 positions for rope: the true place in the text, whatever pages were dropped.
     positions: Tensor
-    #: Per cache group, [T] int64: the flat entry (page * S + offset) where each token's K/V is written; in a state
-    #: group the page of the row's state.
+    #: Per cache group, [T] int64: the flat entry (page * S + offset) where each token's K/V is written. In a state
+    #: group the page where the state after that token is written: one page for all tokens of a prefill chunk (the
+    #: last state stays), one each for the queries of a verify step.
     write_index: tuple[Tensor, ...]
+    #: Per cache group, [R] int64 for a state group: the page that holds each row's state before this step (position 0:
+    #: the state is zero, whatever the page holds); None for the others. After a verify step it is the page of the last
+    #: kept query, picked on the device.
+    state_page: tuple[Tensor | None, ...]
     #: Per cache group, the rows that the decode backend serves, or None when there are none.
     decode: tuple[Rows, ...] | None
     #: Per cache group, the rows that the prefill backend serves, or None when there are none.

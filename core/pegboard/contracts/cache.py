@@ -2,7 +2,8 @@
 
 The runner allocates the tensors (one set a layer, from the layout) and does the copies that the manager lists.
 Entries of a sequence are numbered 0, 1, ... in the order they were written; entry e lies in page e // page_size
-of the sequence's table. Page 0 of every group is the null page: never handed out, safe to read.
+of the sequence's table. Page 0 of every group is the null page: never handed out, safe to read; idle rows of a
+captured step write there.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class ExecutorNeed(msgspec.Struct, frozen=True, kw_only=True):
     """What an executor is asked to serve, before the plan is made."""
 
     device: DeviceFacts
-    #: Drafts a row at most: whether it must run a speculator.
-    max_drafts: int = 0
+    #: Whether it must run a speculator.
+    speculates: bool = False
 
 
 class Executor(ABC):
@@ -34,6 +34,12 @@ class Executor(ABC):
     @classmethod
     @abstractmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]: ...
+
+    @classmethod
+    def shards(cls, need: ExecutorNeed, options: Any) -> int:
+        """Over how many ranks it splits each layer. Decided before the model is described, so that head counts, cache
+        groups and the memory plan are those of one rank."""
+        return 1
 
     @classmethod
     @abstractmethod
@@ -50,7 +56,8 @@ class Executor(ABC):
 
         `plan()` gives the assembly plan's bytes, from which `pegboard.assembly.restore` makes the same parts in
         another process (ConfigError when they can't leave this one). `restore()` gives them in this process.
-        `progress` is called with (bytes done, bytes in all) while weights load."""
+        A rank takes its own device, the plan's is that of rank 0. `progress` is called with (bytes done, bytes in all)
+        while weights load."""
 
     @property
     @abstractmethod

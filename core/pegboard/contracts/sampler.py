@@ -89,7 +89,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class SamplerNeed(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceFacts
     vocab_size: int
-    #: Slots are 0 .. slots-1.
+    #: Slots are 0 .. slots-1. The runner may keep the last one for the idle rows of captured steps.
     slots: int
     max_length: int
     #: Drafts a row at most (verify).

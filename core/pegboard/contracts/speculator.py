@@ -27,9 +27,21 @@ class SpeculatorNeed(msgspec.Struct, frozen=True, kw_only=True):
     target: ModelSpec
     slots: int
     max_length: int
-    max_drafts: int
     #: Whether the sampler's verification wants draft distributions.
     wants_probs: bool = False
+
+
+class SpeculatorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rest of the engine must know of a speculator before it is made."""
+
+    #: Drafts a row at most; decode rows have up to 1 + drafts queries.
+    drafts: int
+    #: Target layers whose hidden states it reads.
+    taps: tuple[int, ...] = ()
+    #: Its own attention or state layers; they get cache groups of their own.
+    layers: tuple[AttentionLayer | StateLayer, ...] = ()
+    #: Bytes of its weights, for the memory plan.
+    weight_bytes: int = 0
 
 
 class DraftContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,18 +69,20 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speculator(ABC):
+    #: propose and observe may be recorded into a CUDA graph.
     capturable: bool = False
     #: Proposals need the host's view of the tokens (a host suffix automaton, say): rows run at depth 0.
     needs_host_token: bool = False
-    #: Target layers whose hidden states it reads.
-    taps: tuple[int, ...] = ()
-    #: Its own attention or state layers; they get cache groups of their own.
-    layers: tuple[AttentionLayer | StateLayer, ...] = ()
 
     @classmethod
     @abstractmethod
     def refusals(cls, need: SpeculatorNeed, options: Any) -> Sequence[str]:
         """A draft of another vocabulary or a shorter context is refused here."""
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, need: SpeculatorNeed, options: Any) -> SpeculatorSpec:
+        """What it will be, from its options and its own model's headers; loads nothing."""
 
     @classmethod
     @abstractmethod

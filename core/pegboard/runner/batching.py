@@ -56,7 +56,7 @@ def assemble(rows: Sequence[RowPlan], state: DeviceState, decode_width: int) -> 
     fed = not all(row.tokens for row in rows)
     if fed:
         starts = torch.where(starts < 0, state.lengths[slots], starts)
-    ids = state.upload([t for row in rows for t in (row.tokens or (-1,) * row.query)], torch.int64)
+    ids = state.upload([t for row in rows for t in (*row.tokens, *(-1,) * (row.query - len(row.tokens)))], torch.int64)
     if fed:
         ids = torch.where(ids < 0, state.last_ids[slots][row_of], ids)
 
@@ -64,12 +64,14 @@ def assemble(rows: Sequence[RowPlan], state: DeviceState, decode_width: int) -> 
     token_slots = slots[row_of]
     size = state.page_size
     write_index: list[Tensor] = []
+    state_page: list[Tensor | None] = []
     decode: list[Rows] = []
     prefill: list[Rows] = []
     decode_tokens = offsets[decode_rows]
     phases = ((decode, 0, decode_rows, 0), (prefill, decode_rows, len(rows), decode_tokens))
     for group, table, dropped in zip(state.groups, state.tables, state.dropped, strict=True):
         stateful, width = group.kind == "state", table.shape[1]
+        state_page.append(table[slots, 0].long() if stateful else None)
         if stateful:
             write_index.append(table[token_slots, 0].long())
         else:
@@ -94,6 +96,7 @@ def assemble(rows: Sequence[RowPlan], state: DeviceState, decode_width: int) -> 
         ids=ids,
         positions=positions,
         write_index=tuple(write_index),
+        state_page=tuple(state_page),
         decode=tuple(decode) or None,
         prefill=tuple(prefill) or None,
         decode_tokens=decode_tokens,

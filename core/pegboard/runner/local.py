@@ -12,7 +12,6 @@ import torch
 
 from pegboard.contracts.executor import Executor, ExecutorNeed, MemoryReport
 from pegboard.contracts.model import ModelKit
-from pegboard.contracts.quantizer import Shard
 from pegboard.contracts.scheduler import StepPlan, StepResult
 from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
@@ -33,7 +32,7 @@ class LocalExecutor(Executor):
 
     @classmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
-        if need.max_drafts:
+        if need.speculates:
             return ["the local executor does not run speculators yet: leave `speculator` out"]
         return []
 
@@ -59,7 +58,7 @@ class LocalExecutor(Executor):
                 config=survey.checkpoint.config,
                 checkpoint=survey.checkpoint,
                 quantizer=selection.create("quantizer", needs.quantizer),
-                shard=Shard(),
+                shard=survey.shard,
                 device=device,
                 dtype=made.dtype,
                 max_length=made.max_length,

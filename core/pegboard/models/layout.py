@@ -212,7 +212,7 @@ def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
     scale = layout.embedding_scale
     decoder = Decoder(
         embedding=shared if shared is not None else loader.tensor("model.embed_tokens.weight"),
-        embedding_scale=None if scale is None else float(torch.tensor(scale, dtype=torch.float32).to(dtype)),
+        embedding_scale=None if scale is None else rounded(scale, dtype),
         layers=tuple(layers),
         norm=norm("model.norm"),
         head=head,
@@ -222,3 +222,8 @@ def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
     )
     loader.report_unused()
     return decoder, linears
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """As a checkpoint's own code holds a constant: in float32, then in the dtype of the weights."""
+    return float(torch.tensor(value, dtype=torch.float32).to(dtype))

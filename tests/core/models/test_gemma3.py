@@ -82,6 +82,18 @@ def test_softcap_of_the_logits_and_biases(tmp_path: Path, check: Callable[..., N
     check(tiny_model(tmp_path / "m", **SHAPE, final_logit_softcapping=5.0, attention_bias=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_embedding_is_scaled_as_transformers_does(dtype: torch.dtype) -> None:
+    """By the square root of the hidden size as the weights' dtype holds it."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    from pegboard.models.layout import rounded
+
+    oracle = Gemma3TextScaledWordEmbedding(32, 112, 0, embed_scale=112**0.5).to(dtype)
+    table = oracle.weight.data
+    assert torch.equal(table * rounded(112**0.5, dtype), oracle(torch.arange(32)))
+
+
 @pytest.mark.parametrize(
     "change",
     [

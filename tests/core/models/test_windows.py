@@ -1,4 +1,4 @@
-"""Cache groups with a window beside full ones, end to end: many rows, prefix reuse, forks, preemption, running ahead."""
+"""Cache groups with a window beside full ones, end to end: rows, prefix reuse, forks, preemption, running ahead."""
 
 from __future__ import annotations
 

@@ -31,6 +31,13 @@ def pegboard_parts() -> tuple[Part, ...]:
         ),
         Part(
             role="model",
+            name="mixtral",
+            factory="pegboard.models.mistral:Mixtral",
+            summary="Mixtral: Mistral with a mixture of experts",
+            matches=("MixtralForCausalLM",),
+        ),
+        Part(
+            role="model",
             name="qwen2",
             factory="pegboard.models.qwen:Qwen2",
             summary="Qwen2 and Qwen2.5: biases on q, k and v, windows on the upper layers",
@@ -42,6 +49,13 @@ def pegboard_parts() -> tuple[Part, ...]:
             factory="pegboard.models.qwen:Qwen3",
             summary="Qwen3: norms on q and k, windows on the upper layers",
             matches=("Qwen3ForCausalLM",),
+        ),
+        Part(
+            role="model",
+            name="qwen3-moe",
+            factory="pegboard.models.qwen:Qwen3Moe",
+            summary="Qwen3 with a mixture of experts",
+            matches=("Qwen3MoeForCausalLM",),
         ),
         Part(
             role="model",

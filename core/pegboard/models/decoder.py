@@ -12,15 +12,29 @@ from pegboard.contracts.model import ModelOutput, StepContext
 from pegboard.contracts.ops import Activation, Norm, Ops, Rope
 from pegboard.contracts.quantizer import Linear
 
+from .experts import Experts
+
+
+class GatedMLP(msgspec.Struct, frozen=True, kw_only=True):
+    """residual + down(act(gate(x)) * up(x)), x the normed residual."""
+
+    activation: Activation
+    gate_up: Linear
+    down: Linear
+
+    def forward(self, hidden: Tensor, norm: Norm, post_norm: Norm | None, ops: Ops) -> Tensor:
+        """hidden [T, E] -> [T, E]"""
+        gated = ops.project(hidden, self.gate_up, norm=norm, activation=self.activation)
+        return _add(ops, hidden, gated, self.down, post_norm)
+
 
 class DecoderLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """Pre-norm attention and pre-norm gated MLP: each projection is one op, so that kernels may fuse around it."""
+    """Pre-norm attention and pre-norm MLP: each projection is one op, so that kernels may fuse around it."""
 
     index: int
     #: (H, K, D) of this rank
     heads: tuple[int, int, int]
     rope: Rope
-    activation: Activation
     input_norm: Norm
     qkv: Linear
     #: Over each head, before the rotation.
@@ -30,8 +44,7 @@ class DecoderLayer(msgspec.Struct, frozen=True, kw_only=True):
     #: Over what a block gives, before the residual is added.
     post_attention_norm: Norm | None = None
     mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMLP | Experts
     post_mlp_norm: Norm | None = None
 
     def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
@@ -44,8 +57,7 @@ class DecoderLayer(msgspec.Struct, frozen=True, kw_only=True):
         )
         mixed = context.attend(self.index, q, k, v)
         hidden = _add(ops, hidden, mixed.flatten(1), self.o, self.post_attention_norm)
-        gated = ops.project(hidden, self.gate_up, norm=self.mlp_norm, activation=self.activation)
-        return _add(ops, hidden, gated, self.down, self.post_mlp_norm)
+        return self.mlp.forward(hidden, self.mlp_norm, self.post_mlp_norm, ops)
 
 
 def _add(ops: Ops, hidden: Tensor, x: Tensor, linear: Linear, norm: Norm | None) -> Tensor:

@@ -15,7 +15,8 @@ from pegboard.contracts.ops import Activation, Norm
 from pegboard.contracts.quantizer import Linear, LinearSpec
 from pegboard.dtypes import torch_dtype
 
-from .decoder import Decoder, DecoderLayer
+from .decoder import Decoder, DecoderLayer, GatedMLP
+from .experts import ExpertLayout, Experts
 from .loading import Loader
 from .rope import make_rope
 
@@ -58,6 +59,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     norm_rounds_first: bool = True
     embedding_scale: float | None = None
     logit_softcap: float | None = None
+    #: In place of the MLP, in the layers that it names.
+    experts: ExpertLayout | None = None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -97,7 +100,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     def _layer_linears(self, index: int) -> list[LinearSpec]:
         attn, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-        return [
+        attention = [
             LinearSpec(
                 name=f"{attn}.qkv_proj",
                 sources=(f"{attn}.qkv_proj",) if self.fused else tuple(f"{attn}.{x}_proj" for x in "qkv"),
@@ -116,6 +119,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 partition="input",
                 unit=self.head_size,
             ),
+        ]
+        if self.experts is not None and index in self.experts.layers:
+            return attention + self.experts.linears(index, self.hidden_size)
+        return [
+            *attention,
             LinearSpec(
                 name=f"{mlp}.gate_up_proj",
                 sources=(f"{mlp}.gate_up_proj",) if self.fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
@@ -154,7 +162,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return total - self.vocab_size * self.hidden_size if self.tied else total
 
     def activation_width(self) -> int:
-        return 4 * self.hidden_size + 2 * sum(self.qkv_sizes) + 3 * self.intermediate_size
+        width = 4 * self.hidden_size + 2 * sum(self.qkv_sizes) + 3 * self.intermediate_size
+        if self.experts is None:
+            return width
+        return width + self.experts.per_token * (3 * self.hidden_size + 3 * self.experts.intermediate_size)
 
 
 def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
@@ -193,7 +204,6 @@ def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
                 index=index,
                 heads=(attention.query_heads, attention.kv_heads, attention.head_size),
                 rope=ropes[attention.window is not None],
-                activation=layout.activation,
                 input_norm=norm(f"{at}.input_layernorm"),
                 qkv=linears[f"{at}.self_attn.qkv_proj"],
                 q_norm=norm(f"{at}.self_attn.q_norm") if layout.head_norms else None,
@@ -201,8 +211,7 @@ def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
                 o=linears[f"{at}.self_attn.o_proj"],
                 post_attention_norm=norm(f"{at}.post_attention_layernorm") if layout.post_norms else None,
                 mlp_norm=norm(f"{at}.{layout.mlp_norm}"),
-                gate_up=linears[f"{at}.mlp.gate_up_proj"],
-                down=linears[f"{at}.mlp.down_proj"],
+                mlp=_mlp(layout, index, linears),
                 post_mlp_norm=norm(f"{at}.post_feedforward_layernorm") if layout.post_norms else None,
             )
         )
@@ -222,6 +231,15 @@ def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
     )
     loader.report_unused()
     return decoder, linears
+
+
+def _mlp(layout: Layout, index: int, linears: dict[str, Linear]) -> GatedMLP | Experts:
+    if layout.experts is not None and index in layout.experts.layers:
+        return layout.experts.build(index, linears, layout.activation)
+    at = f"model.layers.{index}.mlp"
+    return GatedMLP(
+        activation=layout.activation, gate_up=linears[f"{at}.gate_up_proj"], down=linears[f"{at}.down_proj"]
+    )
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

@@ -160,7 +160,9 @@ class Llama(DecoderModel):
         reasons = [*kind.rope_reasons(config, shape.head_size), *shape.reasons(config)]
         if need.shard_size > 1 and not reasons:
             layout = shape.layout(config)
-            if layout.fused:
+            if layout.experts is not None:
+                reasons.append(f"the experts of {kind.architecture} can't be split over ranks")
+            elif layout.fused:
                 reasons.append(f"the fused projections of {kind.architecture} can't be split over ranks")
             elif layout.kv_heads % need.shard_size or layout.intermediate_size % need.shard_size:
                 reasons.append(f"{layout.kv_heads} key-value heads can't be split over {need.shard_size} ranks")

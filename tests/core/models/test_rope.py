@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pegboard import ConfigError, Engine
 from pegboard.models.rope import make_rope, rope_parameters, rope_reach, rope_refusals, rotary_size
 from pegboard.testing.tiny import tiny_model
 
@@ -144,3 +145,10 @@ def test_yarn_beyond_max_position_embeddings(tmp_path: Path, check: Callable[...
         tmp_path / "m", head_dim=SIZE, max_position_embeddings=ORIGINAL, rope_parameters=parameters("yarn")
     )
     check(path, PROMPT)
+
+
+def test_dynamic_ends_with_the_context(tmp_path: Path) -> None:
+    """Beyond, the frequencies would have to change with the length of each row."""
+    path = tiny_model(tmp_path / "m", max_position_embeddings=CONTEXT, rope_parameters=parameters("dynamic"))
+    with pytest.raises(ConfigError, match=f"max_length: {CONTEXT + 1} is more than the {CONTEXT}"):
+        Engine(path, device="cpu", max_length=CONTEXT + 1)

@@ -149,6 +149,9 @@ def _rope_scaling(keys: _Keys, factors: bool) -> dict[str, Any] | None:
     if kind == "linear":
         return scaling
     if kind == "yarn":
+        for key in ("alpha", "attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+            if keys.get(f"rope.scaling.{key}", 1.0) != 1.0:
+                raise CheckpointError(f"GGUF rope scaling yarn with {key} other than 1 is not supported")
         scaling["original_max_position_embeddings"] = keys.size("rope.scaling.original_context_length")
         for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
             if keys.get(f"rope.scaling.{key}") is not None:

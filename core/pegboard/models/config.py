@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,11 +20,19 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
+    #: What a field means that is absent, where `null` means something else.
+    absent: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with what absent fields mean."""
+        return {**cls.absent, **config}
+
     @classmethod
     def problems(cls, config: Mapping[str, Any]) -> list[str]:
         """What is missing or wrong, by name."""
         try:
-            cls.model_validate(_given(config))
+            cls.model_validate(_given(cls.complete(config)))
         except ValidationError as error:
             return [_reason(detail["loc"], detail["type"], detail["msg"], detail["input"]) for detail in error.errors()]
         return []
@@ -35,7 +43,7 @@ class ModelConfig(BaseModel):
         problems = cls.problems(config)
         if problems:
             raise CheckpointError("config.json is not valid:\n  - " + "\n  - ".join(problems))
-        return cls.model_validate(_given(config))
+        return cls.model_validate(_given(cls.complete(config)))
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:

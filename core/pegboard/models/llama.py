@@ -1,29 +1,34 @@
-"""Llama and what follows its layout: Llama 2 and 3, TinyLlama, SmolLM."""
+"""Llama and what follows its layout: Llama 2 and 3, TinyLlama, SmolLM. Its relatives differ by their configs only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from pegboard.contracts.attention import AttentionLayer
 from pegboard.contracts.model import DecoderModel, ModelKit, ModelNeed, ModelOutput, ModelSpec, StepContext
-from pegboard.contracts.ops import Ops
-from pegboard.contracts.quantizer import LinearSpec
-from pegboard.dtypes import torch_dtype
+from pegboard.contracts.ops import Activation, Ops
 
 from .config import ModelConfig, Positive, Size
-from .decoder import Decoder, DecoderLayer
-from .loading import Loader
-from .rope import make_rope, rope_refusals
+from .decoder import Decoder
+from .layout import Layout, build
+from .rope import is_no_table, rope_reach, rope_refusals, rotary_size
 
-_SUPPORTED_ACTIVATIONS = ("silu",)
-_ROPE_FACTORS = "rope_freqs.weight"
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class LlamaConfig(ModelConfig):
-    """config.json of a Llama, by its own names."""
+    """config.json of a Llama, by its own names, and the base of its relatives'."""
+
+    absent = {"max_position_embeddings": 2048}
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    #: Fields that would change the result and that this architecture hasn't, with the value that changes nothing.
+    without: ClassVar[Mapping[str, Any]] = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    #: Whether a part of each head may stay unturned.
+    partial_rotary: ClassVar[bool] = False
 
     hidden_size: Size
     intermediate_size: Size
@@ -32,7 +37,7 @@ class LlamaConfig(ModelConfig):
     num_key_value_heads: Size | None = None
     vocab_size: Size
     head_dim: Size | None = None
-    max_position_embeddings: Size = 2048
+    max_position_embeddings: Size
     rms_norm_eps: Positive = 1e-6
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
@@ -47,73 +52,99 @@ class LlamaConfig(ModelConfig):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def activation(self) -> str:
+        return self.hidden_act
 
-def _linears(shape: LlamaConfig) -> list[LinearSpec]:
-    specs = []
-    kv = shape.kv_heads * shape.head_size
-    for index in range(shape.num_hidden_layers):
-        at = f"model.layers.{index}"
-        attn, mlp = f"{at}.self_attn", f"{at}.mlp"
-        specs += [
-            LinearSpec(
-                name=f"{attn}.qkv_proj",
-                sources=(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-                in_features=shape.hidden_size,
-                out_features=(shape.num_attention_heads * shape.head_size, kv, kv),
-                bias=shape.attention_bias,
-                partition="output",
-                unit=shape.head_size,
-            ),
-            LinearSpec(
-                name=f"{attn}.o_proj",
-                sources=(f"{attn}.o_proj",),
-                in_features=shape.num_attention_heads * shape.head_size,
-                out_features=(shape.hidden_size,),
-                bias=shape.attention_bias,
-                partition="input",
-                unit=shape.head_size,
-            ),
-            LinearSpec(
-                name=f"{mlp}.gate_up_proj",
-                sources=(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                in_features=shape.hidden_size,
-                out_features=(shape.intermediate_size, shape.intermediate_size),
-                bias=shape.mlp_bias,
-                partition="output",
-            ),
-            LinearSpec(
-                name=f"{mlp}.down_proj",
-                sources=(f"{mlp}.down_proj",),
-                in_features=shape.intermediate_size,
-                out_features=(shape.hidden_size,),
-                bias=shape.mlp_bias,
-                partition="input",
-            ),
-        ]
-    specs.append(
-        LinearSpec(
-            name="lm_head",
-            sources=("model.embed_tokens" if shape.tie_word_embeddings else "lm_head",),
-            in_features=shape.hidden_size,
-            out_features=(shape.vocab_size,),
-            partition="output",
+    @property
+    def window(self) -> int | None:
+        """Of layers with a window."""
+        return None
+
+    def layer_kinds(self) -> list[str]:
+        """FULL or SLIDING, one a layer."""
+        return [FULL if self.window is None else SLIDING] * self.num_hidden_layers
+
+    @classmethod
+    def ropes(cls, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """What `make_rope` reads for layers that see all, and for layers with a window."""
+        return config, config
+
+    def layout(self, config: Mapping[str, Any]) -> Layout:
+        """`config` is the whole and complete one, for its rope."""
+        rope, window_rope = self.ropes(config)
+        return Layout(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            scale=self.head_size**-0.5,
+            rotary_size=rotary_size(rope, self.head_size),
+            windows=tuple(self.window if kind == SLIDING else None for kind in self.layer_kinds()),
+            rope=rope,
+            window_rope=window_rope,
+            activation=_ACTIVATIONS[self.activation],
+            eps=self.rms_norm_eps,
+            tied=self.tie_word_embeddings,
+            context_length=rope_reach(rope),
+            qkv_bias=self.attention_bias,
+            o_bias=self.attention_bias,
+            mlp_bias=self.mlp_bias,
         )
-    )
-    return specs
 
+    @classmethod
+    def rope_reasons(cls, config: Mapping[str, Any], head_size: int | None) -> list[str]:
+        reasons = is_no_table(config)
+        if reasons:
+            return reasons
+        for rope in cls.ropes(config):
+            size = None if head_size is None else rotary_size(rope, head_size)
+            reasons += rope_refusals(rope, size)
+            if size is not None and size != head_size and not cls.partial_rotary:
+                reasons.append(f"partial_rotary_factor is not supported: {cls.architecture} turns whole heads")
+            elif size is not None and (size < 2 or size % 2):
+                reasons.append(
+                    f"{size} dimensions of a head of size {head_size} turn; rotary embedding needs an even number "
+                    "(head size times partial_rotary_factor, which is above 0 and at most 1)"
+                )
+        return list(dict.fromkeys(reasons))
 
-def _vectors(shape: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that are no linear."""
-    named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
-    for index in range(shape.num_hidden_layers):
-        named[f"model.layers.{index}.input_layernorm.weight"] = (shape.hidden_size,)
-        named[f"model.layers.{index}.post_attention_layernorm.weight"] = (shape.hidden_size,)
-    named["model.norm.weight"] = (shape.hidden_size,)
-    return named
+    def reasons(self, config: Mapping[str, Any]) -> list[str]:
+        """Why a config whose fields are valid can't be served."""
+        reasons = [
+            f"{field} is {config[field]!r} in config.json; {self.architecture} is supported without it"
+            for field, nothing in self.without.items()
+            if config.get(field) is not None and config[field] != nothing
+        ]
+        if self.num_attention_heads % self.kv_heads:
+            reasons.append(
+                f"{self.num_attention_heads} attention heads are not a multiple of {self.kv_heads} key-value heads"
+            )
+        if self.activation not in _ACTIVATIONS:
+            reasons.append(f"activation {self.activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+        return reasons + self._kind_reasons(config)
+
+    def _kind_reasons(self, config: Mapping[str, Any]) -> list[str]:
+        kinds, stated = self.layer_kinds(), config.get("layer_types")
+        if stated is not None and stated != kinds:
+            return [f"layer_types is not supported: {self.architecture} has layers of one kind, here {kinds[0]}"]
+        if len(kinds) != self.num_hidden_layers:
+            return [f"layer_types names {len(kinds)} layers, num_hidden_layers is {self.num_hidden_layers}"]
+        unknown = sorted(set(kinds) - {FULL, SLIDING})
+        if unknown:
+            return [f"layer_types: {', '.join(unknown)} is not supported; supported: {FULL}, {SLIDING}"]
+        if SLIDING in kinds and self.window is None:
+            return [f"{SLIDING} in layer_types needs a sliding_window; there is none"]
+        return []
 
 
 class Llama(DecoderModel):
-    """RMS norms, rotary attention with grouped heads, SiLU-gated MLP (Touvron et al. 2023)."""
+    """RMS norms, rotary attention with grouped heads, gated MLP (Touvron et al. 2023). A relative is a subclass with
+    the config that says how it differs."""
+
+    config_type: ClassVar[type[LlamaConfig]] = LlamaConfig
 
     def __init__(self, decoder: Decoder, weight_bytes: int) -> None:
         self._decoder = decoder
@@ -121,92 +152,46 @@ class Llama(DecoderModel):
 
     @classmethod
     def refusals(cls, need: ModelNeed, options: Any) -> Sequence[str]:
-        problems, reasons = LlamaConfig.problems(need.config), rope_refusals(need.config)
+        config, kind = cls.config_type.complete(need.config), cls.config_type
+        problems = kind.problems(config)
         if problems:
-            return [*problems, *reasons]
-        shape = LlamaConfig.read(need.config)
-        if shape.num_attention_heads % shape.kv_heads:
-            reasons.append(
-                f"{shape.num_attention_heads} attention heads are not a multiple of {shape.kv_heads} key-value heads"
-            )
-        if shape.head_size % 2:
-            reasons.append(f"head size {shape.head_size} is odd; rotary embedding needs an even one")
-        if shape.hidden_act not in _SUPPORTED_ACTIVATIONS:
-            supported = ", ".join(_SUPPORTED_ACTIVATIONS)
-            reasons.append(f"activation {shape.hidden_act!r} is not supported; supported: {supported}")
-        if shape.kv_heads % need.shard_size or shape.intermediate_size % need.shard_size:
-            reasons.append(f"{shape.kv_heads} key-value heads can't be split over {need.shard_size} ranks")
+            return [*problems, *kind.rope_reasons(config, None)]
+        shape = kind.read(config)
+        reasons = [*kind.rope_reasons(config, shape.head_size), *shape.reasons(config)]
+        if need.shard_size > 1 and not reasons:
+            layout = shape.layout(config)
+            if layout.experts is not None:
+                reasons.append(f"the experts of {kind.architecture} can't be split over ranks")
+            elif layout.fused:
+                reasons.append(f"the fused projections of {kind.architecture} can't be split over ranks")
+            elif layout.kv_heads % need.shard_size or layout.intermediate_size % need.shard_size:
+                reasons.append(f"{layout.kv_heads} key-value heads can't be split over {need.shard_size} ranks")
         return reasons
 
     @classmethod
+    def _layout(cls, raw: Mapping[str, Any]) -> Layout:
+        config = cls.config_type.complete(raw)
+        return cls.config_type.read(config).layout(config)
+
+    @classmethod
     def describe(cls, need: ModelNeed) -> ModelSpec:
-        shape = LlamaConfig.read(need.config)
-        layer = AttentionLayer(
-            query_heads=shape.num_attention_heads // need.shard_size,
-            kv_heads=shape.kv_heads // need.shard_size,
-            head_size=shape.head_size,
-            scale=shape.head_size**-0.5,
-        )
-        # A tied head is the embedding: its bytes are counted once, with the linears.
-        others = (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size) + (
-            2 * shape.num_hidden_layers + 1
-        ) * shape.hidden_size
-        qkv = (shape.num_attention_heads + 2 * shape.kv_heads) * shape.head_size
+        layout = cls._layout(need.config)
         return ModelSpec(
-            architecture="LlamaForCausalLM",
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            layers=(layer,) * shape.num_hidden_layers,
-            context_length=shape.max_position_embeddings,
-            linears=tuple(_linears(shape)),
-            other_parameters=others,
-            activations=("silu",),
-            activation_width=4 * shape.hidden_size + 2 * qkv + 3 * shape.intermediate_size,
+            architecture=cls.config_type.architecture,
+            vocab_size=layout.vocab_size,
+            hidden_size=layout.hidden_size,
+            layers=layout.attention(need.shard_size),
+            context_length=layout.context_length,
+            linears=tuple(layout.linears()),
+            other_parameters=layout.other_parameters(),
+            activations=(layout.activation,),
+            activation_width=layout.activation_width(),
         )
 
     @classmethod
     def create(cls, kit: ModelKit) -> Self:
-        shape, loader = LlamaConfig.read(kit.config), Loader(kit)
-        vectors = _vectors(shape)
-        if _ROPE_FACTORS in kit.checkpoint.tensors():
-            vectors[_ROPE_FACTORS] = (shape.head_size // 2,)
-        loader.check(kit.spec.linears, vectors)
-        linears = loader.linears(kit.spec.linears)
-        dtype = torch_dtype(kit.dtype)
-        factors = kit.checkpoint.read(_ROPE_FACTORS, dtype="float32") if _ROPE_FACTORS in vectors else None
-        rope = make_rope(kit.config, shape.head_size, kit.max_length, device=kit.device, dtype=dtype, factors=factors)
-        attention = kit.spec.layers[0]
-        assert isinstance(attention, AttentionLayer)  # `describe` gives no other kind
-        layers = []
-        for index in range(shape.num_hidden_layers):
-            at = f"model.layers.{index}"
-            layers.append(
-                DecoderLayer(
-                    index=index,
-                    heads=(attention.query_heads, attention.kv_heads, attention.head_size),
-                    rope=rope,
-                    activation="silu",
-                    input_norm=loader.norm(f"{at}.input_layernorm.weight", shape.rms_norm_eps),
-                    qkv=linears[f"{at}.self_attn.qkv_proj"],
-                    o=linears[f"{at}.self_attn.o_proj"],
-                    mlp_norm=loader.norm(f"{at}.post_attention_layernorm.weight", shape.rms_norm_eps),
-                    gate_up=linears[f"{at}.mlp.gate_up_proj"],
-                    down=linears[f"{at}.mlp.down_proj"],
-                )
-            )
-        head = linears["lm_head"]
-        # A dense tied head is the embedding itself; a packed or a split one is not.
-        shared = head.weight if shape.tie_word_embeddings and kit.shard.size == 1 else None
-        decoder = Decoder(
-            embedding=shared if shared is not None else loader.tensor("model.embed_tokens.weight"),
-            layers=tuple(layers),
-            norm=loader.norm("model.norm.weight", shape.rms_norm_eps),
-            head=head,
-            taps=kit.taps,
-            gather=kit.shard.all_gather if kit.shard.size > 1 else None,
-        )
-        loader.report_unused()
-        others = kit.spec.other_parameters * dtype.itemsize
+        decoder, linears = build(cls._layout(kit.config), kit)
+        others = kit.spec.other_parameters * decoder.embedding.element_size()
         return cls(decoder, others + sum(linear.weight_bytes for linear in linears.values()))
 
     def forward(self, context: StepContext) -> ModelOutput:

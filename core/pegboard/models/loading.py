@@ -43,8 +43,8 @@ class Loader:
         self._count([name])
         return self._kit.checkpoint.read(name, dtype=self._kit.dtype, device=self._kit.device)
 
-    def norm(self, name: str, eps: float) -> Norm:
-        return Norm(weight=self.tensor(name), eps=eps)
+    def norm(self, name: str, eps: float, *, offset: float = 0.0, round_first: bool = True) -> Norm:
+        return Norm(weight=self.tensor(name), eps=eps, offset=offset, round_first=round_first)
 
     def linears(self, specs: Sequence[LinearSpec]) -> dict[str, Linear]:
         """Every linear by name. Raises once, for all that `check` noted and all that could not be made."""

@@ -250,6 +250,14 @@ def test_config_from_keys(change: dict[str, Any], wanted: dict[str, Any]) -> Non
         ({"llama.rope.dimension_count": 8}, "only part of each head"),
         ({"llama.attention.key_length": 15, "llama.attention.value_length": 15}, "odd"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope' is not supported"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.yarn_attn_factor": 0.5,
+            },
+            "yarn_attn_factor other than 1",
+        ),
         ({"tokenizer.ggml.eos_token_id": [3]}, "expected a token id"),
     ],
 )

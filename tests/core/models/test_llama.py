@@ -9,54 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pegboard import Part, SamplingParams, hookimpl
-from pegboard.contracts.sampler import LogprobTensors
+from pegboard import SamplingParams
 from pegboard.testing.tiny import tiny_model
-from pegboard_sampling.torch_sampler import TorchSampler
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-PROMPT = [1, 17, 42, 200, 3, 99, 99, 140, 7, 56, 23]
-
-
-class RecordingSampler(TorchSampler):
-    """Keeps the logits that it is asked to score."""
-
-    seen: list[torch.Tensor] = []
-
-    def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> LogprobTensors:
-        self.seen.append(logits.clone())
-        return super().score(logits, targets, top)
-
-
-class Recording:
-    @hookimpl
-    def pegboard_parts(self) -> list[Part]:
-        return [Part(role="sampler", name="recording", factory=RecordingSampler, summary="keeps scored logits")]
-
-
-def oracle(path: Path, prompt: list[int], new: int) -> tuple[torch.Tensor, list[int]]:
-    """Logits [len(prompt), V] and `new` greedy ids, by transformers in float32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ids = list(prompt)
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0]
-        for _ in range(new):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return logits, ids[len(prompt) :]
-
-
-def check(path: Path, make_engine: Callable[..., Any], **settings: Any) -> None:
-    logits, ids = oracle(path, PROMPT, 32)
-    RecordingSampler.seen.clear()
-    engine = make_engine(path, device="cpu", plugins=[Recording()], sampler="recording", **settings)
-    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    engine.generate([PROMPT], scored)[0].raise_for_error()
-    ours = torch.cat(RecordingSampler.seen)
-    assert ours.shape == logits.shape
-    torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
-    assert engine.generate([PROMPT], GREEDY)[0].raise_for_error().token_ids == tuple(ids)
 
 
 @pytest.mark.supports("Models", "Llama (any head ratio and head size, tied and untied)")
@@ -66,7 +20,7 @@ def check(path: Path, make_engine: Callable[..., Any], **settings: Any) -> None:
     [(4, 4, 16), (4, 2, 16), (4, 1, 16), (6, 2, 12), (14, 2, 8), (4, 2, 32), (4, 2, 24)],
 )
 def test_heads(
-    tmp_path: Path, make_engine: Callable[..., Any], heads: int, kv_heads: int, head_size: int, tied: bool
+    tmp_path: Path, check: Callable[..., None], heads: int, kv_heads: int, head_size: int, tied: bool
 ) -> None:
     hidden = {6: 72, 14: 112}.get(heads, 64)
     path = tiny_model(
@@ -77,12 +31,12 @@ def test_heads(
         hidden_size=hidden,
         tie_word_embeddings=tied,
     )
-    check(path, make_engine)
+    check(path)
 
 
 @pytest.mark.supports("Models", "Llama with biases")
-def test_biases(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
-    check(tiny_model(tmp_path / "m", attention_bias=True, mlp_bias=True), make_engine)
+def test_biases(tmp_path: Path, check: Callable[..., None]) -> None:
+    check(tiny_model(tmp_path / "m", attention_bias=True, mlp_bias=True))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +54,8 @@ def test_biases(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
     ids=["linear", "llama3"],
 )
 @pytest.mark.supports("Models", "Llama with linear and llama3 rope scaling")
-def test_rope_scaling(tmp_path: Path, make_engine: Callable[..., Any], rope: dict[str, Any]) -> None:
-    check(tiny_model(tmp_path / "m", rope_parameters={"rope_theta": 5000.0, **rope}), make_engine)
+def test_rope_scaling(tmp_path: Path, check: Callable[..., None], rope: dict[str, Any]) -> None:
+    check(tiny_model(tmp_path / "m", rope_parameters={"rope_theta": 5000.0, **rope}))
 
 
 def test_both_rope_dialects_mean_the_same() -> None:
@@ -113,19 +67,21 @@ def test_both_rope_dialects_mean_the_same() -> None:
 
 
 @pytest.mark.supports("Files", "safetensors, sharded with an index")
-def test_sharded_file(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
+def test_sharded_file(tmp_path: Path, check: Callable[..., None]) -> None:
     path = tiny_model(tmp_path / "m", shard_size="50KB")
     assert len(list(path.glob("*.safetensors"))) > 2
-    check(path, make_engine)
+    check(path)
 
 
 @pytest.mark.supports("Numbers", "bfloat16 checkpoints run in float32 on CPU")
-def test_bfloat16_file_runs_in_float32_on_cpu(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
-    check(tiny_model(tmp_path / "m", dtype="bfloat16"), make_engine)
+def test_bfloat16_file_runs_in_float32_on_cpu(tmp_path: Path, check: Callable[..., None]) -> None:
+    check(tiny_model(tmp_path / "m", dtype="bfloat16"))
 
 
 @pytest.mark.supports("Scheduling", "prompts longer than a step")
-def test_long_prompt_crosses_pages_and_chunks(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
+def test_long_prompt_crosses_pages_and_chunks(
+    tmp_path: Path, oracle: Callable[..., Any], make_engine: Callable[..., Any]
+) -> None:
     path = tiny_model(tmp_path / "m")
     prompt = torch.randint(3, 211, (300,), generator=torch.Generator().manual_seed(3)).tolist()
     _, ids = oracle(path, prompt, 16)

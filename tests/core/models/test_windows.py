@@ -92,7 +92,7 @@ def test_forks(model: Path, expected: Sequence[tuple[int, ...]], make_engine: Ca
 def test_layers_with_a_window_are_a_group_that_needs_fewer_pages(model: Path) -> None:
     from pegboard import plan_engine
 
-    plan = plan_engine({"model": str(model)}, device="cpu", max_rows=4, max_length=256)
+    plan = plan_engine(model, device="cpu", max_rows=4, max_length=256)
     by_kind = {group.kind: (group, pages) for group, pages in zip(plan.groups, plan.pages, strict=True)}
     assert by_kind["window"][0].layers == (0, 2)
     assert by_kind["window"][0].window == WINDOW

@@ -62,3 +62,27 @@ def test_close_gives_device_memory_back(path: Path, make_engine: Callable[..., A
         engine.close()
         held.append(torch.cuda.memory_allocated())
     assert held[0] == held[1] == held[2]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_device_that_is_not_the_current_one(path: Path, make_engine: Callable[..., Any]) -> None:
+    engine = make_engine(path, device="cuda:1", dtype="float64", run_ahead=1, max_rows=4, kv_memory="64MiB")
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    assert torch.cuda.current_device() == 0
+    assert [o.raise_for_error().token_ids for o in engine.generate(PROMPTS, sampling)] == oracle(path, 24)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen3", "gemma3_text"])
+def test_other_architectures(tmp_path: Path, make_engine: Callable[..., Any], architecture: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    extra = {"head_dim": 16, "sliding_window": 4} if architecture != "qwen3" else {"head_dim": 16}
+    model = tiny_model(tmp_path / "m", architecture=architecture, std=0.4, seed=5, **extra)
+    oracle_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    ids = list(PROMPTS[0])
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(oracle_model(torch.tensor([ids])).logits[0, -1].argmax()))
+    engine = make_engine(model, device="cuda", dtype="float64", max_rows=2, kv_memory="64MiB")
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    assert engine.generate([PROMPTS[0]], sampling)[0].raise_for_error().token_ids == tuple(ids[len(PROMPTS[0]) :])

@@ -97,6 +97,7 @@ def _linears(shape: LlamaConfig) -> list[LinearSpec]:
             in_features=shape.hidden_size,
             out_features=(shape.vocab_size,),
             partition="output",
+            tied=shape.tie_word_embeddings,
         )
     )
     return specs
@@ -197,8 +198,9 @@ class Llama(DecoderModel):
         head = linears["lm_head"]
         # A dense tied head is the embedding itself; a packed or a split one is not.
         shared = head.weight if shape.tie_word_embeddings and kit.shard.size == 1 else None
+        table = loader.tensor("model.embed_tokens.weight") if shared is None else shared
         decoder = Decoder(
-            embedding=shared if shared is not None else loader.tensor("model.embed_tokens.weight"),
+            embedding=table,
             layers=tuple(layers),
             norm=loader.norm("model.norm.weight", shape.rms_norm_eps),
             head=head,
@@ -207,6 +209,8 @@ class Llama(DecoderModel):
         )
         loader.report_unused()
         others = kit.spec.other_parameters * dtype.itemsize
+        if shape.tie_word_embeddings and shared is None:
+            others += table.nbytes
         return cls(decoder, others + sum(linear.weight_bytes for linear in linears.values()))
 
     def forward(self, context: StepContext) -> ModelOutput:

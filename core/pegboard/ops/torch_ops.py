@@ -140,15 +140,14 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """x [T, heads, D] turned by positions [T], in float32 (float64 for float64); a new tensor in x's dtype."""
     work = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.index_select(0, positions).to(work)[:, None] for table in (rope.cos, rope.sin))
-    half = cos.shape[-1]
-    if rope.interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
+    turning = 2 * cos.shape[-1]
     wide = x.to(work)
-    a, b = wide[..., first], wide[..., second]
-    out = torch.empty(x.shape, dtype=work, device=x.device)
-    torch.mul(a, cos, out=out[..., first]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out[..., second]).addcmul_(a, sin)
-    out[..., 2 * half :] = wide[..., 2 * half :]
-    return out.to(x.dtype)
+    rest = [] if turning == x.shape[-1] else [wide[..., turning:]]
+    if rope.interleaved:
+        a, b = wide[..., 0:turning:2], wide[..., 1:turning:2]
+    else:
+        a, b = wide[..., :turning].chunk(2, dim=-1)
+    turned = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
+    if rope.interleaved:
+        turned = (torch.stack(turned, dim=-1).flatten(-2),)
+    return torch.cat((*turned, *rest), dim=-1).to(x.dtype)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import chain
 
 import torch
-from timing import measure, read_job
+from timing import SHORT, measure, read_job
 
 from pegboard import Engine, SamplingParams
 
@@ -14,7 +15,9 @@ from pegboard import Engine, SamplingParams
 def main() -> None:
     job = read_job()
     cache = {"use": "paged", "options": {"prefix_reuse": False}}
-    settings = {"device": "cpu", "threads": job["threads"], "max_rows": 8, "max_length": 1024, "cache": cache}
+    prompts = chain(job["texts"], *job["prefill"])
+    longest = max(map(len, prompts)) + SHORT + job["tokens"]
+    settings = {"device": "cpu", "threads": job["threads"], "max_rows": 8, "max_length": longest, "cache": cache}
     with Engine(job["model"], quantizer=job["quantizer"], **settings) as engine:
 
         def generate(prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:

@@ -147,7 +147,7 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
         a, b = wide[..., 0:turning:2], wide[..., 1:turning:2]
     else:
         a, b = wide[..., :turning].chunk(2, dim=-1)
-    turned = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
+    turned = [(a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)]
     if rope.interleaved:
-        turned = (torch.stack(turned, dim=-1).flatten(-2),)
-    return torch.cat((*turned, *rest), dim=-1).to(x.dtype)
+        turned = [torch.stack(turned, dim=-1).flatten(-2)]
+    return torch.cat(turned + rest, dim=-1).to(x.dtype)

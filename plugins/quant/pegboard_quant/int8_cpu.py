@@ -128,7 +128,8 @@ def activation_levels() -> int | None:
             packed = torch.ops.onednn.qlinear_prepack(weight, None)
             unit, zeros = torch.ones(weight.shape[0]), torch.zeros(weight.shape[0], dtype=torch.int32)
             rounded = (x.int() + zero).to(torch.uint8)
-            found = [_multiply(part, packed, unit, zeros, zero) for part in (rounded, *rounded.split(1))]
+            parts = (rounded, rounded[:1], rounded[1:2], rounded[2:])  # together, and one row at a time
+            found = [_multiply(part, packed, unit, zeros, zero) for part in parts]
         except (AttributeError, RuntimeError, TypeError) as error:
             logger.info("torch %s has no INT8 product for CPUs here: %s", torch.__version__, error)
             return None

@@ -44,6 +44,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "pegboard": ("pegboard_engine.py", {"quantizer": {"use": "none"}}),
     "pegboard, unpacked": ("pegboard_engine.py", {"quantizer": {"use": "none", "options": {"pack": False}}}),
     "pegboard, int8-cpu": ("pegboard_engine.py", {"quantizer": {"use": "int8-cpu"}}),
+    "pegboard, int8-cpu, int8 activations": (
+        "pegboard_engine.py",
+        {"quantizer": {"use": "int8-cpu", "options": {"activations": "int8"}}},
+    ),
 }
 
 

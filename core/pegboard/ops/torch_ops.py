@@ -108,11 +108,11 @@ class TorchOps(Ops):
             )
         by_head = qkv.view(-1, query_heads + 2 * kv_heads, size)
         if q_norm is None and k_norm is None:
-            turned, v = torch.split(by_head, [query_heads + kv_heads, kv_heads], dim=1)
+            turned, v = by_head.split_with_sizes([query_heads + kv_heads, kv_heads], dim=1)
             turned = turned if rope is None else rotate(turned, positions, rope)
-            q, k = torch.split(turned, [query_heads, kv_heads], dim=1)
+            q, k = turned.split_with_sizes([query_heads, kv_heads], dim=1)
         else:
-            q, k, v = torch.split(by_head, [query_heads, kv_heads, kv_heads], dim=1)
+            q, k, v = by_head.split_with_sizes([query_heads, kv_heads, kv_heads], dim=1)
             q, k = (x if norm is None else self.norm(x, norm) for x, norm in ((q, q_norm), (k, k_norm)))
             if rope is not None:
                 q, k = rotate(q, positions, rope), rotate(k, positions, rope)

@@ -1,5 +1,5 @@
-"""INT8 linears for CPUs: weights of a signed byte with a scale an output channel, activations of a byte with a scale
-a row. The sums are exact in int32, so a row's result does not depend on its neighbours.
+"""INT8 linears for CPUs: weights of a signed byte with a scale an output channel, activations of one or two bytes with
+a scale a row. The sums are exact in int32, so a row's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _WEIGHT_LEVELS: Final = 127
 
 
 class Int8Linear(ShardLinear):
-    """`wide` computes what has more than `FLOAT32_ROWS` rows; None: this does."""
+    """`fine`: what the rounding of x left is a second byte, in a second row of the same product: the weights are read
+    once for both. `wide` computes what has more than `FLOAT32_ROWS` rows; None: this does."""
 
-    def __init__(self, parts: DenseParts, levels: int, wide: ShardLinear | None) -> None:
+    def __init__(self, parts: DenseParts, levels: int, *, fine: bool, wide: ShardLinear | None) -> None:
         super().__init__(parts)
         largest = torch.linalg.vector_norm(parts.weight, torch.inf, dim=1)
         # Any scale serves a channel of zeros
@@ -38,17 +39,24 @@ class Int8Linear(ShardLinear):
         self._packed = torch.ops.onednn.qlinear_prepack(rounded, None)
         self._zero_points = torch.zeros(self.out_features, dtype=torch.int32)
         self._levels = levels
-        self._zero = _zero(levels)
-        self._shift = torch.tensor(self._zero + 0.5)
+        self._fine = fine
         self._wide = wide
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._wide is not None and x.shape[0] > FLOAT32_ROWS:
             return self._wide.multiply(x, bias)
         scale = x.abs().amax(dim=1, keepdim=True).div_(self._levels)
-        # A row of zeros divides by zero: whatever byte comes of it is multiplied by that zero
-        rounded = torch.addcdiv(self._shift, x, scale).to(torch.uint8)
-        sums = _multiply(rounded, self._packed, self._scales, self._zero_points, self._zero)
+        # A row of zeros divides by zero: whatever bytes come of it are multiplied by that zero
+        steps = x / scale
+        rounded = steps.round()
+        if self._fine:
+            rest = steps.sub_(rounded).mul_(2 * self._levels).round_()
+            rounded = torch.cat((rounded, rest))
+        bytes_ = rounded.add_(_zero(self._levels)).to(torch.uint8)
+        sums = _multiply(bytes_, self._packed, self._scales, self._zero_points, _zero(self._levels))
+        if self._fine:
+            coarse, rest = sums.chunk(2)
+            sums = torch.add(coarse, rest, alpha=0.5 / self._levels)
         sums.mul_(scale)
         return sums if bias is None else sums.add_(bias)
 
@@ -65,6 +73,7 @@ class Int8CpuQuantizer(Quantizer):
         levels = activation_levels()
         assert levels is not None  # refused
         self._levels = levels
+        self._fine = options.activations == "int16"
         self._keeps_float32 = options.prefill == "float32"
 
     @classmethod
@@ -98,7 +107,7 @@ class Int8CpuQuantizer(Quantizer):
         wide: ShardLinear | None = None
         if self._keeps_float32:
             wide = PackedLinear(parts) if can_pack() else DenseLinear(parts)
-        return Int8Linear(parts, self._levels, wide)
+        return Int8Linear(parts, self._levels, fine=self._fine, wide=wide)
 
 
 def _zero(levels: int) -> int:

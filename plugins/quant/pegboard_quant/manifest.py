@@ -21,7 +21,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             name="int8-cpu",
             factory="pegboard_quant.int8_cpu:Int8CpuQuantizer",
             options="pegboard_quant.options:Int8CpuOptions",
-            summary="INT8 weights and activations on the CPU; loses precision, so it must be asked for by name",
+            summary="INT8 weights on the CPU; loses precision, so it must be asked for by name",
             devices=("cpu",),
             priority=-100,  # `auto` passes over a quantizer without `matches`, but for when no model is named
         ),

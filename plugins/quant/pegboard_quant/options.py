@@ -21,5 +21,7 @@ class Int8CpuOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    #: Activations of two bytes: as good as float32 ones. Of one: faster prefill, and texts that differ sooner.
+    activations: Literal["int16", "int8"] = "int16"
     #: What computes many rows at once: the same int8 weights, or float32 ones that are held beside them.
     prefill: Literal["int8", "float32"] = "int8"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -68,14 +68,15 @@ class OneLinear(Checkpoint):
     def close(self) -> None: ...
 
 
-def quantizer(prefill: Literal["int8", "float32"] = "int8") -> Int8CpuQuantizer:
-    need, options = QuantizerNeed(device=CPU, dtype="float32"), Int8CpuOptions(prefill=prefill)
+def quantizer(prefill: str = "int8", activations: str = "int8") -> Int8CpuQuantizer:
+    options = Int8CpuOptions.model_validate({"prefill": prefill, "activations": activations})
+    need = QuantizerNeed(device=CPU, dtype="float32")
     assert not Int8CpuQuantizer.refusals(need, options)
     return Int8CpuQuantizer.create(need, options)
 
 
-def make(prefill: Literal["int8", "float32"] = "int8", shard: Shard | None = None) -> Int8Linear:
-    return quantizer(prefill).linear(SPEC, OneLinear(), shard or Shard())
+def make(prefill: str = "int8", activations: str = "int8", shard: Shard | None = None) -> Int8Linear:
+    return quantizer(prefill, activations).linear(SPEC, OneLinear(), shard or Shard())
 
 
 def inputs(rows: int, seed: int = 0) -> Tensor:
@@ -91,11 +92,12 @@ def exact(x: Tensor) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 7, 130])
-def test_error_is_within_a_hundredth(rows: int) -> None:
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_error_is_within_a_hundredth(rows: int, activations: str) -> None:
     """Two roundings to 127 steps of normal numbers: each about 0.7 % here, more for more inputs."""
     x = inputs(rows)
     product = exact(x) - OneLinear().bias
-    error = (make()(x.float()).double() - exact(x)).norm(dim=1) / product.norm(dim=1)
+    error = (make(activations=activations)(x.float()).double() - exact(x)).norm(dim=1) / product.norm(dim=1)
     assert error.square().mean().sqrt() < 1e-2
     assert error.max() < 1.5e-2
 
@@ -118,16 +120,29 @@ def test_is_the_product_of_the_rounded_numbers() -> None:
 
 
 @needs_kernels
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    linear, x = make(), inputs(65, seed=3).float()
+def test_two_bytes_leave_the_rounding_of_the_weights_alone() -> None:
+    stored, x = OneLinear(), inputs(9).float().double()
+    weight = stored.weight.float().double()
+    channel = weight.abs().amax(1, keepdim=True) / 127
+    channel[channel == 0] = 1
+    product = x @ ((weight / channel).round() * channel).T
+    error = make(activations="int16")(x.float()).double() - product - stored.bias
+    assert (error.norm(dim=1) <= 1e-4 * product.norm(dim=1) + 1e-6).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_a_row_does_not_depend_on_its_neighbours(activations: str) -> None:
+    linear, x = make(activations=activations), inputs(65, seed=3).float()
     together = linear(x)
     for part in (slice(0, 1), slice(7, 8), slice(20, 37), slice(64, 65)):
         assert torch.equal(linear(x[part]), together[part])
 
 
 @needs_kernels
-def test_zero_and_broken_rows() -> None:
-    linear, x = make(), inputs(3).float()
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_zero_and_broken_rows(activations: str) -> None:
+    linear, x = make(activations=activations), inputs(3).float()
     x[0] = 0
     x[1, 5] = float("nan")
     out = linear(x)
@@ -210,11 +225,11 @@ def test_auto_never_takes_it(make_engine: Callable[..., Any], tiny_path: Path) -
 
 
 @needs_kernels
-@pytest.mark.supports("Numbers", "INT8 weights and activations on CPU (quantizer int8-cpu)")
+@pytest.mark.supports("Numbers", "INT8 weights on CPU (quantizer int8-cpu)")
 @pytest.mark.model
-@pytest.mark.parametrize("prefill", ["int8", "float32"])
-def test_the_real_model_still_counts(make_engine: Callable[..., Any], prefill: str) -> None:
-    choice = {"use": "int8-cpu", "options": {"prefill": prefill}}
+@pytest.mark.parametrize("options", [{}, {"activations": "int8", "prefill": "float32"}], ids=["default", "int8"])
+def test_the_real_model_still_counts(make_engine: Callable[..., Any], options: dict[str, str]) -> None:
+    choice = {"use": "int8-cpu", "options": options}
     engine = make_engine("smollm2-135m-instruct", device="cpu", max_length=256, max_rows=2, quantizer=choice)
     sampling = SamplingParams(temperature=0.0, max_tokens=24)
     output = engine.chat([{"role": "user", "content": "Count from 1 to 20."}], sampling)

@@ -61,7 +61,7 @@ class DenseLinear(ShardLinear):
 
 
 class PackedLinear(ShardLinear):
-    """float32 on the CPU, in oneDNN's own blocked order: 1.2 times as fast as the plain weight at one row, 1.7 at eight."""
+    """float32 on the CPU, in oneDNN's blocked order: 1.2 times as fast as plain weights at one row, 1.7 at eight."""
 
     def __init__(self, parts: DenseParts) -> None:
         super().__init__(parts)

@@ -18,6 +18,7 @@ from .output import emit_error
 _COMMANDS: Final = {
     "generate": ("pegboard.cli.generate:generate", "Generate text from a prompt."),
     "chat": ("pegboard.cli.chat:chat", "Talk to a model."),
+    "bench": ("pegboard.cli.bench:app", "Measure speed."),
     "models": ("pegboard.cli.models:app", "List and fetch models."),
     "plugins": ("pegboard.cli.plugins:app", "List, explain and check plugins."),
     "config": ("pegboard.cli.config:app", "Check and show configs, and their schema."),

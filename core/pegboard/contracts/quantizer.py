@@ -45,6 +45,9 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
     partition: Literal["output", "input"] | None = None
     #: Output features are split in units of this many (head size), so that heads stay whole.
     unit: int = 1
+    #: The stored matrix is the embedding table, too. A dense linear lends the model its `weight`; beside a packed one
+    #: the model keeps a table in the activations' dtype: `bytes_for` counts it, the linear's `weight_bytes` do not.
+    tied: bool = False
 
 
 class Linear(Protocol):
@@ -99,7 +102,8 @@ class Quantizer(ABC):
 
     @abstractmethod
     def bytes_for(self, spec: LinearSpec, shard: Shard) -> int:
-        """Bytes that the linear will hold, known before loading (the memory plan)."""
+        """Bytes that the linear will hold, known before loading (the memory plan), and those of the table that the
+        model keeps beside a packed linear whose spec is `tied`."""
 
     @abstractmethod
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> Linear:

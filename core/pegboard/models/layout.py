@@ -94,6 +94,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 in_features=self.hidden_size,
                 out_features=(self.vocab_size,),
                 partition="output",
+                tied=self.tied,
             )
         )
         return specs

@@ -192,6 +192,8 @@ class Llama(DecoderModel):
     def create(cls, kit: ModelKit) -> Self:
         decoder, linears = build(cls._layout(kit.config), kit)
         others = kit.spec.other_parameters * decoder.embedding.element_size()
+        if kit.spec.linears[-1].tied and decoder.head.weight is not decoder.embedding:
+            others += decoder.embedding.nbytes  # a packed head does not serve as the table
         return cls(decoder, others + sum(linear.weight_bytes for linear in linears.values()))
 
     def forward(self, context: StepContext) -> ModelOutput:

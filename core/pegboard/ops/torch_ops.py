@@ -108,11 +108,11 @@ class TorchOps(Ops):
             )
         by_head = qkv.view(-1, query_heads + 2 * kv_heads, size)
         if q_norm is None and k_norm is None:
-            turned, v = torch.split(by_head, [query_heads + kv_heads, kv_heads], dim=1)
+            turned, v = by_head.split_with_sizes([query_heads + kv_heads, kv_heads], dim=1)
             turned = turned if rope is None else rotate(turned, positions, rope)
-            q, k = torch.split(turned, [query_heads, kv_heads], dim=1)
+            q, k = turned.split_with_sizes([query_heads, kv_heads], dim=1)
         else:
-            q, k, v = torch.split(by_head, [query_heads, kv_heads, kv_heads], dim=1)
+            q, k, v = by_head.split_with_sizes([query_heads, kv_heads, kv_heads], dim=1)
             q, k = (x if norm is None else self.norm(x, norm) for x, norm in ((q, q_norm), (k, k_norm)))
             if rope is not None:
                 q, k = rotate(q, positions, rope), rotate(k, positions, rope)
@@ -140,15 +140,14 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """x [T, heads, D] turned by positions [T], in float32 (float64 for float64); a new tensor in x's dtype."""
     work = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.index_select(0, positions).to(work)[:, None] for table in (rope.cos, rope.sin))
-    half = cos.shape[-1]
-    if rope.interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
+    turning = 2 * cos.shape[-1]
     wide = x.to(work)
-    a, b = wide[..., first], wide[..., second]
-    out = torch.empty(x.shape, dtype=work, device=x.device)
-    torch.mul(a, cos, out=out[..., first]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out[..., second]).addcmul_(a, sin)
-    out[..., 2 * half :] = wide[..., 2 * half :]
-    return out.to(x.dtype)
+    rest = [] if turning == x.shape[-1] else [wide[..., turning:]]
+    if rope.interleaved:
+        a, b = wide[..., 0:turning:2], wide[..., 1:turning:2]
+    else:
+        a, b = wide[..., :turning].chunk(2, dim=-1)
+    turned = [(a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)]
+    if rope.interleaved:
+        turned = [torch.stack(turned, dim=-1).flatten(-2)]
+    return torch.cat(turned + rest, dim=-1).to(x.dtype)

@@ -15,6 +15,8 @@ from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
 from pegboard.errors import CheckpointError, ConfigError
 from pegboard_quant.dense import DenseQuantizer
+from pegboard_quant.linears import DenseLinear, PackedLinear
+from pegboard_quant.options import DenseOptions
 
 
 class MemoryCheckpoint(Checkpoint):
@@ -94,10 +96,10 @@ def checkpoint() -> MemoryCheckpoint:
     return MemoryCheckpoint(stored)
 
 
-def quantizer(dtype: str = "float64") -> DenseQuantizer:
+def quantizer(dtype: str = "float64", **options: bool) -> DenseQuantizer:
     need = QuantizerNeed(device=DeviceFacts(type="cpu"), dtype=dtype)
-    assert not DenseQuantizer.refusals(need, None)
-    return DenseQuantizer.create(need, None)
+    assert not DenseQuantizer.refusals(need, DenseOptions())
+    return DenseQuantizer.create(need, DenseOptions(**options))
 
 
 def test_sources_are_fused_in_order(checkpoint: MemoryCheckpoint) -> None:
@@ -191,7 +193,71 @@ def test_tensor_names(checkpoint: MemoryCheckpoint) -> None:
 
 def test_refusals() -> None:
     need = QuantizerNeed(device=DeviceFacts(type="cpu"), dtype="int8", scheme={"quant_method": "awq"})
-    reasons = DenseQuantizer.refusals(need, None)
+    reasons = DenseQuantizer.refusals(need, DenseOptions())
     assert len(reasons) == 2
     assert "int8" in reasons[0]
     assert "'awq'" in reasons[1]
+
+
+# -- float32 on the CPU
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8, 130])
+@pytest.mark.parametrize("spec", [QKV, DOWN], ids=["fused", "single"])
+def test_packed_is_within_float32_rounding(checkpoint: MemoryCheckpoint, spec: LinearSpec, rows: int) -> None:
+    linear = quantizer("float32").linear(spec, checkpoint, Shard())
+    assert isinstance(linear, PackedLinear)
+    assert linear.weight is None
+    x = random(rows, 12, seed=9)
+    exact = quantizer().linear(spec, checkpoint, Shard())(x)
+    torch.testing.assert_close(linear(x.float()).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_is_as_exact_as_plain_at_the_size_of_a_model() -> None:
+    spec = LinearSpec(name="down", sources=("down",), in_features=1536, out_features=(576,))
+    stored = MemoryCheckpoint({"down.weight": random(576, 1536, seed=1)})
+    for rows in (1, 8, 32):
+        x = random(rows, 1536, seed=rows).float()
+        packed, plain = (quantizer("float32", pack=p).linear(spec, stored, Shard()) for p in (True, False))
+        exact = x.double() @ stored.stored["down.weight"].float().double().T
+        errors = [(linear(x).double() - exact).norm().item() for linear in (packed, plain)]
+        assert errors[0] <= 2 * errors[1] + 1e-6 * exact.norm().item()
+
+
+def test_packed_input_shards_sum_to_the_whole(checkpoint: MemoryCheckpoint) -> None:
+    partial: list[Tensor] = []
+
+    def keep(part: Tensor) -> Tensor:
+        partial.append(part.clone())
+        return sum(partial[1:], start=partial[0])
+
+    x = random(5, 12, seed=9)
+    for rank in range(2):
+        linear = quantizer("float32").linear(DOWN, checkpoint, Shard(rank=rank, size=2, all_reduce=keep))
+        out = linear(x[:, rank * 6 : rank * 6 + 6].float())
+    torch.testing.assert_close(out.double(), quantizer().linear(DOWN, checkpoint, Shard())(x), rtol=1e-5, atol=1e-5)
+
+
+def test_packing_copies_and_keeps_no_plain_weight(checkpoint: MemoryCheckpoint) -> None:
+    stored = checkpoint.stored["down_proj.weight"] = checkpoint.stored["down_proj.weight"].float()
+    linear = quantizer("float32").linear(DOWN, checkpoint, Shard())
+    x = random(3, 12, seed=1).float()
+    before = linear(x)
+    stored.zero_()
+    assert torch.equal(linear(x), before)
+    assert not [name for name, value in vars(linear).items() if isinstance(value, Tensor) and value is stored]
+    assert linear.weight_bytes == quantizer("float32").bytes_for(DOWN, Shard()) == (120 + 10) * 4
+
+
+def test_only_float32_is_packed_and_only_if_asked(checkpoint: MemoryCheckpoint) -> None:
+    for made in (quantizer("float64"), quantizer("bfloat16"), quantizer("float32", pack=False)):
+        linear = made.linear(DOWN, checkpoint, Shard())
+        assert isinstance(linear, DenseLinear)
+        assert linear.weight is not None
+
+
+def test_a_tied_head_is_counted_twice_when_packed() -> None:
+    spec = LinearSpec(name="lm_head", sources=("embed",), in_features=8, out_features=(20,), tied=True)
+    assert quantizer("float32").bytes_for(spec, Shard()) == 2 * 20 * 8 * 4
+    assert quantizer("float32", pack=False).bytes_for(spec, Shard()) == 20 * 8 * 4
+    assert quantizer("float64").bytes_for(spec, Shard()) == 20 * 8 * 8

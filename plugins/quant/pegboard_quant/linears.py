@@ -1,0 +1,95 @@
+"""What the linears of this plugin share: bias and reduction around a matmul; and the two of plain numbers."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .reading import DenseParts
+
+logger = logging.getLogger("pegboard")
+
+
+class ShardLinear(ABC):
+    """y = x W^T + b of this rank's part; `weight` is None unless it is dense."""
+
+    weight: Tensor | None = None
+
+    def __init__(self, parts: DenseParts) -> None:
+        self.bias = parts.bias
+        self.out_features, self.in_features = parts.weight.shape
+        self.partition = parts.partition
+        self._all_reduce = parts.all_reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._all_reduce is None:
+            return self.multiply(x, self.bias)
+        out = self._all_reduce(self.multiply(x, None))  # the bias once, not on every rank
+        return out if self.bias is None else out + self.bias
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, I] -> x W^T + bias, [T, O]"""
+
+    @property
+    @abstractmethod
+    def matrix_bytes(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.matrix_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class DenseLinear(ShardLinear):
+    """The weight may be a view of a mapped file: never written."""
+
+    def __init__(self, parts: DenseParts) -> None:
+        super().__init__(parts)
+        self.weight = self._weight = parts.weight
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, self._weight, bias)
+
+    @property
+    def matrix_bytes(self) -> int:
+        return self._weight.nbytes
+
+
+class PackedLinear(ShardLinear):
+    """float32 on the CPU, in oneDNN's blocked order: 1.2 times as fast as plain weights at one row, 1.7 at eight."""
+
+    def __init__(self, parts: DenseParts) -> None:
+        super().__init__(parts)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(parts.weight)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return out
+
+    @property
+    def matrix_bytes(self) -> int:
+        return self.out_features * self.in_features * torch.float32.itemsize
+
+
+@cache
+def can_pack() -> bool:
+    """Whether this torch packs, tried once: the operators are not of its public interface."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    weight = torch.arange(48.0).view(6, 8)
+    bias = torch.arange(6.0)
+    x = torch.ones(2, 8)
+    try:
+        packed = PackedLinear(DenseParts(weight=weight, bias=bias, all_reduce=None, partition=None))
+        works = torch.equal(packed(x), linear(x, weight, bias))  # whole numbers: exact in any order
+    except (AttributeError, RuntimeError, TypeError) as error:
+        logger.info("float32 linears stay unpacked: torch %s has other operators (%s)", torch.__version__, error)
+        return False
+    if not works:
+        logger.warning("float32 linears stay unpacked: packed ones of torch %s are wrong here", torch.__version__)
+    return works

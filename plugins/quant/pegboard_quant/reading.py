@@ -1,0 +1,112 @@
+"""A linear's stored tensors: their names, this rank's part of them, fused and in one dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pegboard.contracts.checkpoint import Checkpoint
+from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
+from pegboard.errors import CheckpointError, ConfigError
+
+
+class DenseParts(msgspec.Struct, frozen=True, kw_only=True):
+    """weight [O, I] and bias [O] of this rank; the weight may be a view of a mapped file."""
+
+    weight: Tensor
+    bias: Tensor | None
+    #: Sums the ranks' results; None where there is nothing to sum.
+    all_reduce: Callable[[Tensor], Tensor] | None
+    partition: Literal["output", "input"] | None
+
+
+def scheme_refusals(need: QuantizerNeed) -> list[str]:
+    method = need.scheme.get("quant_method")
+    if method in (None, "none"):
+        return []
+    return [f"reads dense weights only; the checkpoint is quantized with {method!r}"]
+
+
+def stored_names(spec: LinearSpec) -> tuple[str, ...]:
+    return _names(spec, "weight") + (_names(spec, "bias") if spec.bias else ())
+
+
+def shape_of(spec: LinearSpec, shard: Shard) -> tuple[int, int]:
+    """[O, I] of this rank. ConfigError: it can't be split so."""
+    return sum(length for _, length in _output_parts(spec, shard)), _input_part(spec, shard)[1]
+
+
+def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: str, device: str) -> DenseParts:
+    """CheckpointError for missing and wrong-shaped tensors, ConfigError for what can't be split."""
+    _check(spec, checkpoint)
+    split = shard.size > 1 and spec.partition is not None
+    if split and spec.partition == "input" and shard.all_reduce is None:
+        raise ConfigError(f"{spec.name} is split along its input over {shard.size} ranks: the shard needs all_reduce")
+    parts, (column, columns) = _output_parts(spec, shard), _input_part(spec, shard)
+    by_input = split and spec.partition == "input"
+
+    def read(name: str, start: int, length: int) -> Tensor:
+        if by_input and name.endswith(".weight"):
+            return checkpoint.read(name, dtype=dtype, device=device, dim=1, start=column, length=columns)
+        return checkpoint.read(name, dtype=dtype, device=device, dim=0, start=start, length=length)
+
+    def fused(suffix: str) -> Tensor:
+        read_parts = [
+            read(name, start, length) for name, (start, length) in zip(_names(spec, suffix), parts, strict=True)
+        ]
+        # A single source stays a view of the file where the checkpoint gives one
+        return read_parts[0] if len(read_parts) == 1 else torch.cat(read_parts)
+
+    return DenseParts(
+        weight=fused("weight"),
+        bias=fused("bias") if spec.bias else None,
+        all_reduce=shard.all_reduce if by_input else None,
+        partition=spec.partition if split else None,
+    )
+
+
+def _check(spec: LinearSpec, checkpoint: Checkpoint) -> None:
+    """Every missing and wrong-shaped tensor at once."""
+    stored, problems = checkpoint.tensors(), []
+    for source, rows in zip(spec.sources, spec.out_features, strict=True):
+        expected: dict[str, tuple[int, ...]] = {f"{source}.weight": (rows, spec.in_features)}
+        if spec.bias:
+            expected[f"{source}.bias"] = (rows,)
+        for name, shape in expected.items():
+            if name not in stored:
+                problems.append(f"{name} {shape} is missing")
+            elif tuple(stored[name].shape) != shape:
+                problems.append(f"{name} has shape {tuple(stored[name].shape)}, expected {shape}")
+    if problems:
+        raise CheckpointError(f"{spec.name}: {'; '.join(problems)}")
+
+
+def _names(spec: LinearSpec, suffix: str) -> tuple[str, ...]:
+    return tuple(f"{source}.{suffix}" for source in spec.sources)
+
+
+def _share(name: str, size: int, unit: int, shard: Shard) -> tuple[int, int]:
+    """(start, length) of this rank's part of `size` features, in whole units. ConfigError: it does not divide."""
+    if size % (unit * shard.size):
+        raise ConfigError(f"{name}: {size} features in units of {unit} can't be split over {shard.size} ranks")
+    length = size // shard.size
+    return shard.rank * length, length
+
+
+def _output_parts(spec: LinearSpec, shard: Shard) -> list[tuple[int, int]]:
+    """(start, length) of this rank's rows of each source."""
+    if spec.partition != "output":
+        return [(0, rows) for rows in spec.out_features]
+    return [
+        _share(source, rows, spec.unit, shard) for source, rows in zip(spec.sources, spec.out_features, strict=True)
+    ]
+
+
+def _input_part(spec: LinearSpec, shard: Shard) -> tuple[int, int]:
+    if spec.partition != "input":
+        return 0, spec.in_features
+    return _share(spec.name, spec.in_features, 1, shard)

@@ -28,7 +28,7 @@ test-full: $(VENV)/.dev
 	PEGBOARD_FULL=1 $(BIN)/python -m pytest -n $(JOBS)
 
 support: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "not full" --support-table docs/support.md
+	$(BIN)/python -m pytest -n $(JOBS) -m "not full" --support-table=docs/support.md
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

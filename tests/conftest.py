@@ -64,6 +64,8 @@ class SupportTable:
                     self.passed.setdefault((str(value[0]), str(value[1])), set()).add(report.nodeid.partition("[")[0])
 
     def pytest_sessionfinish(self) -> None:
+        if not self.passed:
+            return
         if self.failed:
             print(f"\n{self.path} not written: {len(self.failed)} tests failed")
             return

@@ -63,6 +63,8 @@ class Ledger:
         self._slots = list(range(need.max_rows - 1, -1, -1))
         #: Steps that fly, oldest first: id -> rows by sequence.
         self._flights: deque[tuple[int, dict[str, RowPlan]]] = deque()
+        #: Sequences whose tables each step in flight brings up to date, with a row in it or not.
+        self._named: dict[int, set[str]] = {}
         self._steps = 0
         self._order = 0
         self._epochs = 0
@@ -272,6 +274,7 @@ class Ledger:
         self._hatched = step.prompts_done
         self._flights.append((step.id, {row.id: row for row in rows}))
         changes = self.cache.take_changes()
+        self._named[step.id] = {update.seq for update in changes.updates}
         live = self._live
         tables = tuple(
             SlotPages(
@@ -293,6 +296,7 @@ class Ledger:
                 flying = [step for step, _ in self._flights]
                 raise ValueError(f"step {result.step} can't retire now; in flight, oldest first: {flying}")
             _, rows = self._flights.popleft()
+            self._named.pop(result.step, None)
             self._retire()
             live = self._live
             for id, mass in result.score_mass:
@@ -365,7 +369,8 @@ class Ledger:
         return tokens, None
 
     def fail(self, step: int, error: str) -> None:
-        """A step in flight is lost: its sequences end, and forks that counted on its entries start over."""
+        """A step in flight is lost: its sequences end; forks that counted on its entries, and those whose tables it was
+        to bring up to date, start over."""
         flight = next((flight for flight in self._flights if flight[0] == step), None)
         if flight is None:
             raise ValueError(f"step {step} is not in flight")
@@ -374,8 +379,10 @@ class Ledger:
             seq = self._live.get(plan.id)
             if seq is not None and seq.epoch == plan.epoch:
                 self._end(seq, "error", error)
+        # Whether the device has seen the step's copies and tables is not known, so nobody may count on them.
+        named = self._named.pop(step, set())
         for seq in self.running:
-            if step in seq.relies:
+            if step in seq.relies or seq.id in named:
                 self.preempt(seq)
         self._retire()
 

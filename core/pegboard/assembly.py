@@ -302,7 +302,10 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     ]
     groups = make_groups(spec.layers, backends[0], backends[1], ops)
     quantizer = selection.create("quantizer", needs.quantizer)
-    memory = plan_memory(config, survey.device, spec, quantizer, survey.shard, groups, survey.dtype, survey.max_length)
+    stored = survey.checkpoint.tensors()
+    memory = plan_memory(
+        config, survey.device, spec, quantizer, stored, survey.shard, groups, survey.dtype, survey.max_length
+    )
     affordable = affordable_length(groups, config.page_size, memory.kv_cache)
     if config.max_length is None and 0 < affordable < survey.max_length:
         logger.warning(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from .config import EngineConfig
 from .contracts.cache import CacheGroup
+from .contracts.checkpoint import TensorInfo
 from .contracts.device import DeviceFacts
 from .contracts.model import ModelSpec
 from .contracts.quantizer import Quantizer, Shard
@@ -50,6 +53,7 @@ def plan_memory(
     device: DeviceFacts,
     spec: ModelSpec,
     quantizer: Quantizer,
+    stored: Mapping[str, TensorInfo],
     shard: Shard,
     groups: tuple[CacheGroup, ...],
     dtype: str,
@@ -57,7 +61,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """ConfigError: it does not fit, with the numbers."""
     size = element_bytes(dtype)
-    weights = sum(quantizer.bytes_for(linear, shard) for linear in spec.linears) + spec.other_parameters * size
+    weights = sum(quantizer.bytes_for(linear, stored, shard) for linear in spec.linears) + spec.other_parameters * size
     # Logits of every row, and the sampler's float64 work on them.
     logits = config.max_rows * spec.vocab_size * (size + 3 * 8)
     activations = config.max_step_tokens * spec.activation_width * size + logits

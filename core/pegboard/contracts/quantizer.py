@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, TensorInfo
 from .device import DeviceFacts
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ class Quantizer(ABC):
         missing and unused tensors."""
 
     @abstractmethod
-    def bytes_for(self, spec: LinearSpec, shard: Shard) -> int:
+    def bytes_for(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> int:
         """Bytes that the linear will hold, known before loading (the memory plan), and those of the table that the
-        model keeps beside a packed linear whose spec is `tied`."""
+        model keeps beside a packed linear whose spec is `tied`. `stored`: the checkpoint's tensors by name; what it
+        lacks is refused by `linear`, not here."""
 
     @abstractmethod
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> Linear:

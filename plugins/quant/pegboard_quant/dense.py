@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from pegboard.contracts.checkpoint import Checkpoint
+from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
 from pegboard.dtypes import FLOAT_DTYPES, element_bytes
 
+from .half import HalfLinear, can_halve
 from .linears import DenseLinear, PackedLinear, ShardLinear, can_pack
 from .options import DenseOptions
-from .reading import read_dense, scheme_refusals, shape_of, stored_names
+from .reading import DenseParts, read_dense, scheme_refusals, shape_of, stored_names, weight_names
+
+_HALVES: Final = frozenset({"float16", "bfloat16", "F16", "BF16"})
 
 
 class DenseQuantizer(Quantizer):
-    """Scheme "none". Blocks (GGUF) are dequantised once, at load; float32 on the CPU is packed for oneDNN."""
+    """Scheme "none". Blocks (GGUF) are dequantised once, at load. float32 on the CPU is packed for the libraries that
+    are fastest there; weights of 16 bits stay in 16 bits."""
 
     def __init__(self, need: QuantizerNeed, options: DenseOptions) -> None:
         self._dtype = need.dtype
         self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
-        self._packs = options.pack and need.device.type == "cpu" and need.dtype == "float32" and can_pack()
+        self._is_cpu_float32 = need.device.type == "cpu" and need.dtype == "float32"
+        self._packs = options.pack
 
     @classmethod
     def refusals(cls, need: QuantizerNeed, options: DenseOptions) -> Sequence[str]:
@@ -38,11 +43,42 @@ class DenseQuantizer(Quantizer):
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         return stored_names(spec)
 
-    def bytes_for(self, spec: LinearSpec, shard: Shard) -> int:
+    def bytes_for(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> int:
         rows, columns = shape_of(spec, shard)
-        matrices = 2 if spec.tied and self._packs else 1  # the packed one, and the embedding's plain one
-        return (matrices * rows * columns + (rows if spec.bias else 0)) * element_bytes(self._dtype)
+        matrix = rows * columns * element_bytes(self._dtype)
+        bias = rows * element_bytes(self._dtype) if spec.bias else 0
+        if not self._is_cpu_float32:
+            return matrix + bias
+        lends_no_table = self._packs and _is_halved(spec, stored)
+        own = cpu_float32_matrix_bytes(spec, stored, shard, packs=self._packs)
+        return own + bias + (matrix if spec.tied and lends_no_table else 0)
 
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> ShardLinear:
         parts = read_dense(spec, checkpoint, shard, self._dtype, self._device)
-        return PackedLinear(parts) if self._packs else DenseLinear(parts)
+        if self._is_cpu_float32:
+            return cpu_float32_linear(spec, checkpoint.tensors(), parts, packs=self._packs)
+        return DenseLinear(parts)
+
+
+def cpu_float32_linear(
+    spec: LinearSpec, stored: Mapping[str, TensorInfo], parts: DenseParts, *, packs: bool
+) -> ShardLinear:
+    """The fastest linear between float32 activations on this CPU; not `packs`: on the plain weight."""
+    if packs and _is_halved(spec, stored):
+        return HalfLinear(parts)
+    return PackedLinear(parts) if packs and can_pack() else DenseLinear(parts)
+
+
+def cpu_float32_matrix_bytes(
+    spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard, *, packs: bool
+) -> int:
+    """Bytes of the matrix, or of both, that `cpu_float32_linear` will hold."""
+    rows, columns = shape_of(spec, shard)
+    if packs and _is_halved(spec, stored):
+        return rows * columns * element_bytes("float16")
+    return rows * columns * element_bytes("float32") * (2 if packs and can_pack() else 1)
+
+
+def _is_halved(spec: LinearSpec, stored: Mapping[str, TensorInfo]) -> bool:
+    kinds = {stored[name].storage if name in stored else None for name in weight_names(spec)}
+    return kinds <= _HALVES and can_halve()

@@ -32,7 +32,11 @@ def scheme_refusals(need: QuantizerNeed) -> list[str]:
 
 
 def stored_names(spec: LinearSpec) -> tuple[str, ...]:
-    return _names(spec, "weight") + (_names(spec, "bias") if spec.bias else ())
+    return weight_names(spec) + (_names(spec, "bias") if spec.bias else ())
+
+
+def weight_names(spec: LinearSpec) -> tuple[str, ...]:
+    return _names(spec, "weight")
 
 
 def shape_of(spec: LinearSpec, shard: Shard) -> tuple[int, int]:

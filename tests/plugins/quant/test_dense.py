@@ -110,7 +110,7 @@ def test_sources_are_fused_in_order(checkpoint: MemoryCheckpoint) -> None:
     )
     torch.testing.assert_close(linear(x), expected)
     assert (linear.in_features, linear.out_features, linear.partition) == (12, 32, None)
-    assert linear.weight_bytes == (32 * 12 + 32) * 8 == quantizer().bytes_for(QKV, Shard())
+    assert linear.weight_bytes == (32 * 12 + 32) * 8 == quantizer().bytes_for(QKV, checkpoint.tensors(), Shard())
 
 
 def test_a_single_source_stays_a_view_of_the_file(checkpoint: MemoryCheckpoint) -> None:
@@ -124,7 +124,7 @@ def test_conversion_to_the_compute_dtype(checkpoint: MemoryCheckpoint) -> None:
     assert linear.weight is not None
     assert torch.equal(linear.weight, checkpoint.stored["down_proj.weight"].bfloat16())
     assert linear(torch.ones(2, 12, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert linear.weight_bytes == quantizer("bfloat16").bytes_for(DOWN, Shard()) == (120 + 10) * 2
+    assert linear.weight_bytes == quantizer("bfloat16").bytes_for(DOWN, checkpoint.tensors(), Shard()) == (120 + 10) * 2
 
 
 def test_output_shards_keep_heads_whole(checkpoint: MemoryCheckpoint) -> None:
@@ -136,7 +136,7 @@ def test_output_shards_keep_heads_whole(checkpoint: MemoryCheckpoint) -> None:
         expected = torch.cat([part.chunk(2, dim=1)[rank] for part in whole], dim=1)
         torch.testing.assert_close(linear(x), expected)
         assert linear.partition == "output"
-        assert linear.weight_bytes == quantizer().bytes_for(QKV, shard)
+        assert linear.weight_bytes == quantizer().bytes_for(QKV, checkpoint.tensors(), shard)
 
 
 def test_input_shards_sum_to_the_whole_with_one_bias(checkpoint: MemoryCheckpoint) -> None:
@@ -152,7 +152,7 @@ def test_input_shards_sum_to_the_whole_with_one_bias(checkpoint: MemoryCheckpoin
         linear = quantizer().linear(DOWN, checkpoint, shard)
         out = linear(x[:, rank * 4 : rank * 4 + 4])
         assert linear.partition == "input"
-        assert linear.weight_bytes == quantizer().bytes_for(DOWN, shard) == (10 * 4 + 10) * 8
+        assert linear.weight_bytes == quantizer().bytes_for(DOWN, checkpoint.tensors(), shard) == (10 * 4 + 10) * 8
     torch.testing.assert_close(out, quantizer().linear(DOWN, checkpoint, Shard())(x))
 
 
@@ -163,7 +163,7 @@ def test_an_unsplit_linear_is_whole_on_every_rank(checkpoint: MemoryCheckpoint) 
     x = random(2, 12, seed=3)
     torch.testing.assert_close(linear(x), x @ checkpoint.stored["down_proj.weight"].T)
     assert linear.partition is None
-    assert linear.weight_bytes == quantizer().bytes_for(spec, shard) == 10 * 12 * 8
+    assert linear.weight_bytes == quantizer().bytes_for(spec, checkpoint.tensors(), shard) == 10 * 12 * 8
 
 
 def test_every_missing_and_wrong_tensor_is_named(checkpoint: MemoryCheckpoint) -> None:
@@ -179,7 +179,7 @@ def test_what_cannot_be_split_is_refused(checkpoint: MemoryCheckpoint) -> None:
     with pytest.raises(ConfigError, match=r"k_proj: 8 features in units of 4 .* over 4 ranks"):
         quantizer().linear(QKV, checkpoint, Shard(rank=0, size=4))
     with pytest.raises(ConfigError, match="12 features"):
-        quantizer().bytes_for(DOWN, Shard(rank=0, size=5))
+        quantizer().bytes_for(DOWN, checkpoint.tensors(), Shard(rank=0, size=5))
     with pytest.raises(ConfigError, match="all_reduce"):
         quantizer().linear(DOWN, checkpoint, Shard(rank=0, size=2))
 
@@ -207,7 +207,6 @@ def test_refusals() -> None:
 def test_packed_is_within_float32_rounding(checkpoint: MemoryCheckpoint, spec: LinearSpec, rows: int) -> None:
     linear = quantizer("float32").linear(spec, checkpoint, Shard())
     assert isinstance(linear, PackedLinear)
-    assert linear.weight is None
     x = random(rows, 12, seed=9)
     exact = quantizer().linear(spec, checkpoint, Shard())(x)
     torch.testing.assert_close(linear(x.float()).double(), exact, rtol=1e-5, atol=1e-5)
@@ -238,26 +237,43 @@ def test_packed_input_shards_sum_to_the_whole(checkpoint: MemoryCheckpoint) -> N
     torch.testing.assert_close(out.double(), quantizer().linear(DOWN, checkpoint, Shard())(x), rtol=1e-5, atol=1e-5)
 
 
-def test_packing_copies_and_keeps_no_plain_weight(checkpoint: MemoryCheckpoint) -> None:
+def test_packing_keeps_the_plain_weight_as_a_view(checkpoint: MemoryCheckpoint) -> None:
+    """Two rows are computed from it, and it is the embedding's table where they are tied."""
     stored = checkpoint.stored["down_proj.weight"] = checkpoint.stored["down_proj.weight"].float()
     linear = quantizer("float32").linear(DOWN, checkpoint, Shard())
-    x = random(3, 12, seed=1).float()
-    before = linear(x)
-    stored.zero_()
-    assert torch.equal(linear(x), before)
-    assert not [name for name, value in vars(linear).items() if isinstance(value, Tensor) and value is stored]
-    assert linear.weight_bytes == quantizer("float32").bytes_for(DOWN, Shard()) == (120 + 10) * 4
+    assert isinstance(linear, PackedLinear)
+    assert linear.weight is not None
+    assert linear.weight.data_ptr() == stored.data_ptr()
+    assert linear.weight_bytes == quantizer("float32").bytes_for(DOWN, checkpoint.tensors(), Shard()) == (240 + 10) * 4
 
 
-def test_only_float32_is_packed_and_only_if_asked(checkpoint: MemoryCheckpoint) -> None:
+@pytest.mark.parametrize("features", [1, 15, 16, 33, 96])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_and_any_number_of_features(features: int, rows: int, bias: bool) -> None:
+    """Products of few rows are split into blocks of features: none may be left out, none be counted twice."""
+    spec = LinearSpec(name="x", sources=("x",), in_features=24, out_features=(features,), bias=bias)
+    stored = MemoryCheckpoint({"x.weight": random(features, 24, seed=1), "x.bias": random(features, seed=2)})
+    x = random(rows, 24, seed=3)
+    exact = x @ stored.stored["x.weight"].T + (stored.stored["x.bias"] if bias else 0)
+    for pack in (True, False):
+        linear = quantizer("float32", pack=pack).linear(spec, stored, Shard())
+        for given in (x.float(), x.float().T.contiguous().T):
+            out = linear(given)
+            assert out.is_contiguous()
+            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_plain(checkpoint: MemoryCheckpoint) -> None:
     for made in (quantizer("float64"), quantizer("bfloat16"), quantizer("float32", pack=False)):
         linear = made.linear(DOWN, checkpoint, Shard())
-        assert isinstance(linear, DenseLinear)
+        assert type(linear) is DenseLinear
         assert linear.weight is not None
 
 
-def test_a_tied_head_is_counted_twice_when_packed() -> None:
+def test_a_tied_head_lends_its_plain_weight() -> None:
     spec = LinearSpec(name="lm_head", sources=("embed",), in_features=8, out_features=(20,), tied=True)
-    assert quantizer("float32").bytes_for(spec, Shard()) == 2 * 20 * 8 * 4
-    assert quantizer("float32", pack=False).bytes_for(spec, Shard()) == 20 * 8 * 4
-    assert quantizer("float64").bytes_for(spec, Shard()) == 20 * 8 * 8
+    stored = MemoryCheckpoint({"embed.weight": random(20, 8, seed=0).float()}).tensors()
+    assert quantizer("float32").bytes_for(spec, stored, Shard()) == 2 * 20 * 8 * 4
+    assert quantizer("float32", pack=False).bytes_for(spec, stored, Shard()) == 20 * 8 * 4
+    assert quantizer("float64").bytes_for(spec, stored, Shard()) == 20 * 8 * 8

@@ -14,14 +14,14 @@ from pegboard import ConfigError, SamplingParams
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo, TokenizerFiles
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
-from pegboard_quant import int8_cpu
-from pegboard_quant.int8_cpu import FLOAT32_ROWS, Int8CpuQuantizer, Int8Linear, activation_levels
+from pegboard_quant.int8_cpu import FLOAT32_ROWS, Int8CpuQuantizer, Int8Linear
+from pegboard_quant.int8_products import FbgemmProduct, OneDnnProduct, Product, best_product, exact_levels
 from pegboard_quant.options import Int8CpuOptions
 
 CPU = DeviceFacts(type="cpu")
 SPEC = LinearSpec(name="down", sources=("down",), in_features=192, out_features=(160,), bias=True, partition="input")
 
-needs_kernels = pytest.mark.skipif(activation_levels() is None, reason="this CPU or torch multiplies no bytes")
+needs_kernels = pytest.mark.skipif(best_product() is None, reason="this CPU or torch multiplies no bytes")
 
 
 class OneLinear(Checkpoint):
@@ -105,8 +105,9 @@ def test_error_is_within_a_hundredth(rows: int, activations: str) -> None:
 @needs_kernels
 def test_is_the_product_of_the_rounded_numbers() -> None:
     """The definition, in float64: scales of |largest| / levels, round to the nearest, multiply, scale back."""
-    levels = activation_levels()
-    assert levels is not None
+    best = best_product()
+    assert best is not None
+    levels = best[1]
     stored, x = OneLinear(), inputs(9).float().double()
     weight = stored.weight.float().double()
     channel = weight.abs().amax(1, keepdim=True) / 127
@@ -178,11 +179,11 @@ def test_input_shards_sum_to_the_whole_with_one_bias() -> None:
 @needs_kernels
 def test_bytes() -> None:
     int8 = 160 * 192 + 160 * (4 + 4 + 4)  # scales, zero points, bias
-    assert make().weight_bytes == quantizer().bytes_for(SPEC, Shard()) == int8
-    assert make("float32").weight_bytes == quantizer("float32").bytes_for(SPEC, Shard()) == int8 + 160 * 192 * 4
+    assert make().weight_bytes == quantizer().bytes_for(SPEC, OneLinear().tensors(), Shard()) == int8
+    assert make("float32").weight_bytes == quantizer("float32").bytes_for(SPEC, OneLinear().tensors(), Shard()) == int8 + 2 * 160 * 192 * 4
     head = LinearSpec(name="lm_head", sources=("embed",), in_features=8, out_features=(20,), tied=True)
-    assert quantizer().bytes_for(head, Shard()) == 20 * (8 + 8) + 20 * 8 * 4
-    assert quantizer("float32").bytes_for(head, Shard()) == 20 * (8 + 8) + 2 * 20 * 8 * 4
+    assert quantizer().bytes_for(head, OneLinear().tensors(), Shard()) == 20 * (8 + 8) + 20 * 8 * 4
+    assert quantizer("float32").bytes_for(head, OneLinear().tensors(), Shard()) == 20 * (8 + 8) + 3 * 20 * 8 * 4
 
 
 @needs_kernels
@@ -202,19 +203,48 @@ def test_refusals() -> None:
     assert "'awq'" in scheme
 
 
-def test_a_cpu_that_adds_in_16_bits_gets_smaller_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without VNNI: pairs of products saturate."""
+class Saturating:
+    """As without VNNI: pairs of products are added in 16 bits."""
 
-    def saturating(rounded: Tensor, weight: Tensor, scales: Tensor, zero_points: Tensor, zero: int) -> Tensor:
-        products = rounded.int()[:, None] * stored[0].int()
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        self._weight, self._scales = weight.int(), scales
+
+    def __call__(self, steps: Tensor, levels: int) -> Tensor:
+        zero = levels + 1
+        products = (steps.int() + zero)[:, None] * self._weight
         sums = products.unflatten(-1, (-1, 2)).sum(-1).clamp(-(2**15), 2**15 - 1).sum(-1)
-        return (sums - zero * stored[0].int().sum(1)).float() * scales
+        return (sums - zero * self._weight.sum(1)).float() * self._scales
 
-    stored: list[Tensor] = []
-    prepack = torch.ops.onednn.qlinear_prepack
-    monkeypatch.setattr(torch.ops.onednn, "qlinear_prepack", lambda w, _: stored.append(w) or prepack(w, None))
-    monkeypatch.setattr(int8_cpu, "_multiply", saturating)
-    assert activation_levels.__wrapped__() == 63
+
+class Rounding(Saturating):
+    def __call__(self, steps: Tensor, levels: int) -> Tensor:
+        return super().__call__(steps, 63).bfloat16().float()
+
+
+class Missing(Saturating):
+    def __call__(self, steps: Tensor, levels: int) -> Tensor:
+        return torch.ops.pegboard_has_no_such.operator(steps)
+
+
+def test_a_cpu_that_adds_in_16_bits_gets_smaller_steps() -> None:
+    assert exact_levels(Saturating) == 63
+    assert exact_levels(Rounding) is None
+    assert exact_levels(Missing) is None
+
+
+@pytest.mark.parametrize("product", [FbgemmProduct, OneDnnProduct])
+def test_every_product_is_exact_where_it_is_said_to_be(product: type[Product]) -> None:
+    levels = exact_levels(product)
+    if levels is None:
+        pytest.skip("not on this CPU")
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-127, 128, (77, 129), generator=generator, dtype=torch.int8)
+    scales = torch.logspace(-3, 3, 77)
+    packed = product(weight, scales)
+    for rows in (0, 1, 6, 40):
+        steps = torch.randint(-levels, levels + 1, (rows, 129), generator=generator)
+        exact = (steps @ weight.long().T).double() * scales
+        torch.testing.assert_close(packed(steps.float(), levels).double(), exact, rtol=1e-6, atol=0)
 
 
 @needs_kernels

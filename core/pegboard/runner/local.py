@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -16,8 +16,13 @@ from pegboard.contracts.scheduler import StepPlan, StepResult
 from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
 
+from .loading import load_apart
 from .model_runner import ModelRunner, RunnerParts
 from .tickets import Ticket
+
+if TYPE_CHECKING:
+    from pegboard.assembly import AssemblyPlan
+    from pegboard.registry.registry import Registry
 
 
 class LocalExecutor(Executor):
@@ -46,9 +51,13 @@ class LocalExecutor(Executor):
         restore: Callable[[], Any],
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
+        made, registry = restore()
+        return load_apart(lambda report: cls._load(made, registry, report), progress)
+
+    @classmethod
+    def _load(cls, made: AssemblyPlan, registry: Registry, report: Callable[[int, int], None]) -> Self:
         from pegboard.assembly import Survey  # the executor is loaded by assembly, not the other way round
 
-        made, registry = restore()
         device = torch_device(made.device)
         survey = Survey.of_plan(made, registry)
         selection, needs = survey.selection, survey.needs
@@ -62,7 +71,7 @@ class LocalExecutor(Executor):
                 device=device,
                 dtype=made.dtype,
                 max_length=made.max_length,
-                progress=progress,
+                progress=report,
             )
             model = selection.factory("model").create(kit)
         except BaseException:

@@ -22,6 +22,35 @@ from .tiles import Tile, make_tiles
 MAX_TREE_QUERIES = 63
 
 
+class OneTile:
+    """A dense batch with room for its gathered K/V, [entries, K, D]. Fresh memory costs more than the copy into it."""
+
+    def __init__(self, tile: Tile, layer: AttentionLayer, like: Tensor) -> None:
+        self._tile = tile
+        self._layer = layer
+        self._group = layer.query_heads // layer.kv_heads
+        self._k, self._v = (like.new_empty(tile.entry.shape[0], *like.shape[1:]) for _ in range(2))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [R * n, H, D], k and v [entries of the cache, K, D] -> [R * n, H, D]"""
+        tile, layer = self._tile, self._layer
+        shape = (tile.rows, tile.queries, layer.kv_heads, self._group, layer.head_size)
+        queries = q.view(shape).transpose(1, 2).reshape(tile.rows, layer.kv_heads, -1, layer.head_size)
+        out = scaled_dot_product_attention(
+            queries,
+            self._gather(k, self._k),
+            self._gather(v, self._v),
+            attn_mask=tile.mask(0, self._group, q.dtype),
+            scale=layer.scale,
+        )
+        out = out.view(tile.rows, layer.kv_heads, tile.queries, self._group, -1).transpose(1, 2)
+        return out.masked_fill(tile.idle[:, None, None, None, None], 0).reshape(q.shape)
+
+    def _gather(self, entries: Tensor, room: Tensor) -> Tensor:
+        torch.index_select(entries, 0, self._tile.entry, out=room)
+        return room.view(self._tile.rows, self._tile.columns, *room.shape[1:]).transpose(1, 2)  # [R, K, L, D]
+
+
 class TorchPlan:
     """A step's tiles, made when the first layer needs them, and room for gathered K/V that all layers share."""
 
@@ -30,10 +59,21 @@ class TorchPlan:
         self.layer = layer
         self._page_size = page_size
         self._scratch: tuple[Tensor, Tensor] | None = None
+        self._only: OneTile | None = None
 
     @cached_property
     def tiles(self) -> list[Tile]:
         return make_tiles(self.rows, self.layer, self._page_size)
+
+    def only(self, like: Tensor) -> OneTile | None:
+        """What most decode steps are: dense rows whose entries and scores fit into one tile of one block."""
+        if self._only is None:
+            [tile, *more] = self.tiles
+            is_plain = self.layer.softcap is None and not self.layer.sinks
+            if not is_plain or more or tile.token is not None or len(tile.blocks) > 1:
+                return None
+            self._only = OneTile(tile, self.layer, like)
+        return self._only
 
     @property
     def fresh(self) -> bool:
@@ -113,7 +153,9 @@ class TorchAttention(AttentionBackend[TorchPlan]):
             raise PegboardError("the layer has sinks and none were given" if layer.sinks else "sinks without need")
         if k is not None and v is not None and plan.fresh and self._can_use_sdpa_without_mask(layer, q):
             return _fresh(q, k, v, plan)
-        return _tiled(q, cache, plan, sinks)
+        entries = [cache.tensors[name].flatten(0, 1) for name in ("k", "v")]
+        only = plan.only(entries[0])
+        return _tiled(q, entries, plan, sinks) if only is None else only.forward(q, *entries)
 
     def _can_use_sdpa_without_mask(self, layer: AttentionLayer, q: Tensor) -> bool:
         if layer.softcap is not None or layer.sinks:
@@ -132,10 +174,10 @@ def _fresh(q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan) -> Tensor:
     return out.masked_fill(idle, 0).contiguous().flatten(0, 1)
 
 
-def _tiled(q: Tensor, cache: LayerCache, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
+def _tiled(q: Tensor, entries: Sequence[Tensor], plan: TorchPlan, sinks: Tensor | None) -> Tensor:
+    """`entries`: k and v of the layer's whole cache, [entries, K, D]."""
     layer, tokens = plan.layer, q.shape[0]
     heads = (layer.kv_heads, layer.query_heads // layer.kv_heads, layer.head_size)
-    entries = [cache.tensors[name].flatten(0, 1) for name in ("k", "v")]
     # One row more: where the padding of ragged tiles goes
     out = q.new_empty(tokens + 1, *heads)
     for tile in plan.tiles:

@@ -69,9 +69,7 @@ def cpu_float32_linear(
     return PackedLinear(parts) if packs and can_pack() else DenseLinear(parts)
 
 
-def cpu_float32_matrix_bytes(
-    spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard, *, packs: bool
-) -> int:
+def cpu_float32_matrix_bytes(spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard, *, packs: bool) -> int:
     """Bytes of the matrix, or of both, that `cpu_float32_linear` will hold."""
     rows, columns = shape_of(spec, shard)
     if packs and _is_halved(spec, stored):

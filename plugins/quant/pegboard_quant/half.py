@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import Final
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .linears import ShardLinear
+from .probing import probe
 from .reading import DenseParts
 
 logger = logging.getLogger("pegboard")
@@ -52,7 +52,7 @@ def _scale(weight: Tensor) -> float:
     return 2.0 ** (15 - int(torch.frexp(largest).exponent))
 
 
-@cache
+@probe
 def can_halve() -> bool:
     """Whether this torch has these products, tried once: the operators are not of its public interface."""
     weight = torch.arange(48.0).view(6, 8)

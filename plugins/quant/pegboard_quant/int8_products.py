@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from functools import cache
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+from .probing import probe
 
 logger = logging.getLogger("pegboard")
 
@@ -83,7 +84,7 @@ def exact_levels(product: type[Product]) -> int | None:
     return None
 
 
-@cache
+@probe
 def best_product() -> tuple[type[Product], int] | None:
     """The first product that is exact on this CPU, with its levels. Tried once."""
     for product in (FbgemmProduct, OneDnnProduct):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from functools import cache
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .probing import probe
 from .reading import DenseParts
 
 logger = logging.getLogger("pegboard")
@@ -89,8 +89,8 @@ class PackedLinear(DenseLinear):
 
 
 def _multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As a batch of products, one for each of `_BLOCKS` runs of output features: torch spreads a batch over its threads,
-    but not a matrix times a vector, and reading the weights is all there is to do."""
+    """As a batch of products, one for each of `_BLOCKS` runs of output features: torch spreads a batch over its
+    threads, but not a matrix times a vector, and reading the weights is all there is to do."""
     rows, features = x.shape[0], weight.shape[0]
     even = features - features % _BLOCKS
     out = x.new_empty(features, rows)
@@ -102,7 +102,7 @@ def _multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out.add_(bias)
 
 
-@cache
+@probe
 def can_pack() -> bool:
     """Whether this torch packs, tried once: the operators are not of its public interface."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

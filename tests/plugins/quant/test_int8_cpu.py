@@ -179,11 +179,16 @@ def test_input_shards_sum_to_the_whole_with_one_bias() -> None:
 @needs_kernels
 def test_bytes() -> None:
     int8 = 160 * 192 + 160 * (4 + 4 + 4)  # scales, zero points, bias
-    assert make().weight_bytes == quantizer().bytes_for(SPEC, OneLinear().tensors(), Shard()) == int8
-    assert make("float32").weight_bytes == quantizer("float32").bytes_for(SPEC, OneLinear().tensors(), Shard()) == int8 + 2 * 160 * 192 * 4
+    stored = OneLinear().tensors()
+    assert make().weight_bytes == quantizer().bytes_for(SPEC, stored, Shard()) == int8
+    assert (
+        make("float32").weight_bytes
+        == quantizer("float32").bytes_for(SPEC, stored, Shard())
+        == int8 + 2 * 160 * 192 * 4
+    )
     head = LinearSpec(name="lm_head", sources=("embed",), in_features=8, out_features=(20,), tied=True)
-    assert quantizer().bytes_for(head, OneLinear().tensors(), Shard()) == 20 * (8 + 8) + 20 * 8 * 4
-    assert quantizer("float32").bytes_for(head, OneLinear().tensors(), Shard()) == 20 * (8 + 8) + 3 * 20 * 8 * 4
+    assert quantizer().bytes_for(head, stored, Shard()) == 20 * (8 + 8) + 20 * 8 * 4
+    assert quantizer("float32").bytes_for(head, stored, Shard()) == 20 * (8 + 8) + 3 * 20 * 8 * 4
 
 
 @needs_kernels

@@ -7,7 +7,10 @@ Prefill: a lone random prompt, one new token. Decode: greedy continuations of fi
 The best of the repeats counts. `match` is the share of greedy ids that equal those of the reference, position by
 position up to each text's first difference: transformers if it runs, else Pegboard in float32.
 
-An engine that can't be imported by `--python` is left out, and the table says so. vLLM and llama.cpp are not run yet.
+vLLM reads a folder of the same weights in float32, written beside the results of `pegboard models` once; llama.cpp reads
+the GGUF file as it is, so its weights are rounder and its match is for orientation only.
+
+An engine that can't be imported by `--python` is left out, and the table says so.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ TEXTS = (
 #: Name in the table -> script and what it is told.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("transformers_engine.py", {}),
+    "vllm-cpu": ("vllm_engine.py", {}),
+    "llama.cpp, quantized": ("llamacpp_engine.py", {}),
     "pegboard": ("pegboard_engine.py", {"quantizer": {"use": "none"}}),
     "pegboard, unpacked": ("pegboard_engine.py", {"quantizer": {"use": "none", "options": {"pack": False}}}),
     "pegboard, int8-cpu": ("pegboard_engine.py", {"quantizer": {"use": "int8-cpu"}}),
@@ -51,6 +56,22 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def write_folder(model: Path) -> Path:
+    """The GGUF file's weights and config as a folder of float32 safetensors, kept beside the file."""
+    from safetensors.torch import save_file
+
+    folder = model.with_name(f"{model.stem}-float32")
+    if not (folder / "config.json").exists():
+        checkpoint = GGUFCheckpoint.open(model)
+        folder.mkdir(exist_ok=True)
+        weights = {name: checkpoint.read(name, dtype="float32").contiguous() for name in checkpoint.tensors()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        config = {"model_type": "llama", "torch_dtype": "float32", **checkpoint.config}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        checkpoint.close()
+    return folder
+
+
 def make_job(model: Path, threads: int, tokens: int, repeats: int) -> dict[str, Any]:
     checkpoint = GGUFCheckpoint.open(model)
     tokenizer = load_tokenizer(checkpoint.tokenizer)
@@ -58,6 +79,7 @@ def make_job(model: Path, threads: int, tokens: int, repeats: int) -> dict[str, 
     random = Random(0)
     return {
         "model": str(model),
+        "folder": str(write_folder(model)),
         "threads": threads,
         "tokens": tokens,
         "repeats": repeats,

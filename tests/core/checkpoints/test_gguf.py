@@ -302,7 +302,7 @@ def test_config_of_gemma3(change: dict[str, Any], wanted: dict[str, Any]) -> Non
 @pytest.mark.parametrize("pattern", [0, "six", [True], [1, 0]], ids=str)
 def test_patterns_of_windows_that_are_refused(pattern: Any) -> None:
     keys = GEMMA | {"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": pattern}
-    with pytest.raises(CheckpointError, match="sliding_window_pattern is .* period of layers"):
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern is .* period of layers"):
         make_config(keys, {})
 
 

@@ -24,6 +24,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's fixed limits, for checking requests."""
 
     tokenizer: Tokenizer | None
+    #: Why there is none and what to do; "" when there is one.
+    no_tokenizer: str
     #: Token ids of prompts are below this.
     vocab_size: int
     eos_ids: frozenset[int]
@@ -40,10 +42,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(request.prompt, str):
             return check_prompt_ids(request.prompt, self.vocab_size)
         if self.tokenizer is None:
-            raise InvalidRequest(
-                "this model has no tokenizer.json: give the prompt as token ids, or convert its slow tokenizer by "
-                "loading it with transformers' AutoTokenizer and calling save_pretrained"
-            )
+            raise InvalidRequest(self.no_tokenizer)
         if not request.prompt.isascii():
             try:
                 request.prompt.encode()

@@ -22,6 +22,8 @@ from .safetensors_header import StoredTensor, read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+#: Files of tokenizers that are no tokenizer.json.
+_UNREAD = ("*.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "*.tiktoken")
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -82,7 +84,15 @@ class SafetensorsCheckpoint(Checkpoint):
         texts = {name: _read_text(file) for name, file in templates.items() if file.is_file()}
         if texts:
             config["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
-        return TokenizerFiles(tokenizer_json=fast if fast.is_file() else None, config=config)
+        vocabulary = self._folder / "vocab.json", self._folder / "merges.txt"
+        whole = all(path.is_file() for path in vocabulary)
+        found = {path for pattern in _UNREAD for path in self._folder.glob(pattern)}
+        return TokenizerFiles(
+            tokenizer_json=fast if fast.is_file() else None,
+            vocabulary=vocabulary if whole else None,
+            unread=tuple(sorted(found - (set(vocabulary) if whole else set()))),
+            config=config,
+        )
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos

@@ -49,6 +49,12 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"the prompt is no Unicode text: {error}") from None
         ids = self.tokenizer.encode(request.prompt, add_special=not request.special, allow_special=request.special)
+        lacking = next((id for id in ids if id >= self.vocab_size), None)
+        if lacking is not None:
+            raise InvalidRequest(
+                f"the prompt holds {self.tokenizer.token_text(lacking)!r}, which is token {lacking} of the tokenizer; "
+                f"the model has none beyond {self.vocab_size - 1}: take another text, or the tokenizer of this model"
+            )
         return check_prompt_ids(ids, self.vocab_size)
 
     def sequences(self, request: Request, serial: int, arrival: float) -> list[SequenceSpec]:

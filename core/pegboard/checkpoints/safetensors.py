@@ -7,6 +7,7 @@ listed by `tensors`; one that the index names must be in the shard it names, and
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,8 @@ from pegboard.errors import CheckpointError
 from .mapped import MappedFile, as_dtype
 from .narrowing import find_tensor, resolve_range, torch_dtype
 from .safetensors_header import StoredTensor, read_header
+
+logger = logging.getLogger("pegboard")
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -144,6 +147,9 @@ def _locate(path: Path) -> tuple[Path, list[str], Mapping[str, str] | None]:
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path} names the shard {name!r}; a shard must lie beside its index")
+    others = sorted(file.name for file in folder.glob("*.safetensors") if file.name not in names)
+    if others:
+        logger.info("%s does not name %s: left aside", path, ", ".join(others))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}")
@@ -176,6 +182,13 @@ def _collect(files: Mapping[str, MappedFile], index: Mapping[str, str] | None) -
     if lost:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         raise CheckpointError(f"the index names tensors that their shards lack: {', '.join(lost[:5])}{more}")
+    foreign = sorted(found.keys() - index.keys())
+    if foreign:
+        logger.warning(
+            "%d tensors of the shards are not named by the index and are no part of the model: %s",
+            len(foreign),
+            ", ".join(foreign[:8]) + (", ..." if len(foreign) > 8 else ""),
+        )
     return {name: found[name] for name in index}
 
 

@@ -31,6 +31,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.tokens has {len(tokens) - len(set(tokens))} repeated tokens")
     types = _types(metadata, len(tokens), required=kind == "llama")
+    special: tuple[int, ...]
     if kind == "gpt2":
         pre = _pre_tokenizer(metadata)
         backend, special, add_bos = _byte_level(metadata, tokens, pre), (_CONTROL,), pre.add_bos

@@ -15,7 +15,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-from pegboard import CheckpointError, Engine
+from pegboard import CheckpointError, Engine, SamplingParams
 from pegboard.testing.tiny import tiny_model
 
 TYPE = gguf.GGMLQuantizationType
@@ -186,3 +186,46 @@ def test_a_missing_head_norm_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"missing tensor model\.layers\.0\.self_attn\.q_norm\.weight"):
         Engine(tmp_path / "m.gguf", device="cpu")
+
+
+def test_text_through_a_gguf_file_with_a_sentencepiece_tokenizer(
+    tmp_path: Path, make_engine: Callable[..., Engine]
+) -> None:
+    """Prompt, byte fallback in the answer, end of turn and chat template, all from the one file."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", "a", "b", "ab", "\u2581ab", "  "]
+    types = [3, 3, 3, 2, 3, *[6] * 256, *[1] * 5, 4]
+
+    def vocabulary(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([0.0] * 264 + [-1.0, -2.0, 0.0])
+        writer.add_token_types(types)
+        writer.add_bos_token_id(2)
+        writer.add_eos_token_id(1)
+        writer.add_unk_token_id(3)
+        writer.add_add_bos_token(True)
+        writer.add_add_space_prefix(False)
+        writer.add_chat_template("{{ bos_token }}{% for m in messages %}{{ m.content }}<end_of_turn>{% endfor %}")
+
+    arch, fields = SHAPES["gemma3_text"]
+    folder = tiny_model(tmp_path / "hf", architecture="gemma3_text", **fields | {"vocab_size": 280})
+    write_gguf(tmp_path / "m.gguf", folder, arch, change=vocabulary)
+    engine = make_engine(tmp_path / "m.gguf", device="cpu", max_rows=1)
+    ab, space_ab, two = (pieces.index(piece) for piece in ("ab", "\u2581ab", "  "))
+    e_acute = [5 + byte for byte in "é".encode()]
+
+    def forced(*ids: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=3, logit_bias=dict.fromkeys(ids, 1000.0))
+
+    output = engine.generate("ab ab  é", forced(4))
+    assert output.prompt_token_ids == (2, ab, space_ab, two, *e_acute)
+    assert (output.token_ids, output.finish_reason, output.text) == ((4,), "stop", "")
+    assert engine.generate("ab", forced(1)).finish_reason == "stop"
+    assert engine.generate("ab", forced(ab)).text == "ababab"
+    assert engine.generate("ab", forced(5 + 0x41)).text == "AAA"
+    chat = engine.chat([{"role": "user", "content": "ab <bos>"}], forced(ab))
+    assert chat.prompt_token_ids[:2] == (2, ab)
+    assert chat.prompt_token_ids[-1] == 4
+    assert chat.prompt_token_ids.count(2) == 1

@@ -180,8 +180,7 @@ def _collect(files: Mapping[str, MappedFile], index: Mapping[str, str] | None) -
         return found
     lost = [f"{name} (in {file})" for name, file in index.items() if name not in found or found[name][0] != file]
     if lost:
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-        raise CheckpointError(f"the index names tensors that their shards lack: {', '.join(lost[:5])}{more}")
+        raise CheckpointError(f"the index names tensors that their shards lack: {', '.join(lost)}")
     foreign = sorted(found.keys() - index.keys())
     if foreign:
         logger.warning(

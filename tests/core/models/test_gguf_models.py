@@ -16,6 +16,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from pegboard import CheckpointError, Engine, SamplingParams
+from pegboard.checkpoints.gguf import GGUFCheckpoint
 from pegboard.testing.tiny import tiny_model
 
 TYPE = gguf.GGMLQuantizationType
@@ -229,3 +230,20 @@ def test_text_through_a_gguf_file_with_a_sentencepiece_tokenizer(
     assert chat.prompt_token_ids[:2] == (2, ab)
     assert chat.prompt_token_ids[-1] == 4
     assert chat.prompt_token_ids.count(2) == 1
+
+
+@pytest.mark.parametrize("model_type", list(SHAPES))
+def test_transformers_reads_the_same_tensors_of_the_file(tmp_path: Path, model_type: str) -> None:
+    """Its own reader of the format agrees about names, rows and norms, so `write_gguf` follows the conventions."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    arch, fields = SHAPES[model_type]
+    folder = tiny_model(tmp_path / "hf", architecture=model_type, **fields)
+    write_gguf(tmp_path / "m.gguf", folder, arch, TYPE.Q8_0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    theirs = load_gguf_checkpoint(str(tmp_path / "m.gguf"), return_tensors=True, model_to_load=model)["tensors"]
+    ours = GGUFCheckpoint.open(tmp_path / "m.gguf")
+    assert set(ours.tensors()) == set(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(ours.read(name, dtype="float32"), tensor.float()), name

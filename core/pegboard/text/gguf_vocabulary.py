@@ -17,7 +17,7 @@ from pegboard.errors import CheckpointError
 from .gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece_bpe import sentencepiece_bpe
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -31,12 +31,15 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.tokens has {len(tokens) - len(set(tokens))} repeated tokens")
     types = _types(metadata, len(tokens), required=kind == "llama")
+    scores = _scores(metadata, len(tokens)) if kind == "llama" else []
+    count = _unpadded(tokens, types)
+    tokens, types = tokens[:count], types[:count]
     special: tuple[int, ...]
     if kind == "gpt2":
         pre = _pre_tokenizer(metadata)
         backend, special, add_bos = _byte_level(metadata, tokens, pre), (_CONTROL,), pre.add_bos
     else:
-        backend, special, add_bos = _sentencepiece(metadata, tokens, types), (_CONTROL, _UNKNOWN), True
+        backend, special, add_bos = _sentencepiece(metadata, tokens, types, scores), (_CONTROL, _UNKNOWN), True
     added = [(t, kind) for t, kind in zip(tokens, types, strict=True) if kind in (*special, _USER_DEFINED)]
     backend.add_tokens([AddedToken(t, special=kind in special, normalized=False) for t, kind in added])
     template = _around(metadata, add_bos)
@@ -55,6 +58,15 @@ def gguf_token_text(metadata: Mapping[str, Any], role: str) -> str | None:
     if type(token_id) is not int or not 0 <= token_id < len(tokens):
         raise CheckpointError(f"{key} is {token_id!r}; expected an id below {len(tokens)}")
     return tokens[token_id]
+
+
+def _unpadded(tokens: list[str], types: list[int]) -> int:
+    """Tokens without those at the end that only fill up the rows of the model's head: no text is made of them, so they
+    must not be chosen."""
+    count = len(tokens)
+    while count and types[count - 1] == _UNUSED and tokens[count - 1] == f"[PAD{count - 1}]":
+        count -= 1
+    return count
 
 
 def _types(metadata: Mapping[str, Any], count: int, *, required: bool) -> list[int]:
@@ -94,14 +106,20 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], pre: PreTokenize
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
+def _scores(metadata: Mapping[str, Any], count: int) -> list[float]:
     scores = metadata.get("tokenizer.ggml.scores")
     if (
         not isinstance(scores, list)
-        or len(scores) != len(tokens)
+        or len(scores) != count
         or not all(type(score) is float and math.isfinite(score) for score in scores)
     ):
-        raise CheckpointError(f"tokenizer.ggml.scores must hold one number for each of the {len(tokens)} tokens")
+        raise CheckpointError(f"tokenizer.ggml.scores must hold one number for each of the {count} tokens")
+    return scores
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], scores: list[float]
+) -> tokenizers.Tokenizer:
     for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if metadata.get(f"tokenizer.ggml.{key}"):
             raise CheckpointError(f"tokenizer.ggml.{key} with tokenizer.ggml.model 'llama' is not supported")

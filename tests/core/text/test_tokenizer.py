@@ -229,6 +229,21 @@ def test_gguf_vocabularies_that_are_refused(changes: dict[str, Any], message: st
         load_tokenizer(TokenizerFiles(gguf=gguf_metadata(**{"pre": "gpt-2", **changes})))
 
 
+def test_padding_of_a_gguf_vocabulary_is_no_part_of_the_tokenizer() -> None:
+    """The converter fills the list up to the rows of the head; a hole between tokens stays one of them."""
+    metadata = gguf_metadata("gpt-2")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    count = len(tokens)
+    hole = [f"[PAD{count}]", "<late>"]
+    padding = [f"[PAD{i}]" for i in range(count + 2, count + 9)]
+    metadata |= {"tokenizer.ggml.tokens": [*tokens, *hole, *padding]}
+    metadata |= {"tokenizer.ggml.token_type": [*types, 5, 3, *[5] * len(padding)]}
+    tokenizer = load_tokenizer(TokenizerFiles(gguf=metadata))
+    assert tokenizer.vocab_size == count + 2
+    assert tokenizer.encode("the<late>", allow_special=True)[-1] == count + 1
+    assert tokenizer.decode([count + 5]) == ""
+
+
 def test_gguf_chat_templates() -> None:
     metadata = gguf_metadata("gpt-2") | {"tokenizer.chat_template": "one", "tokenizer.chat_template.tool_use": "two"}
     assert load_tokenizer(TokenizerFiles(gguf=metadata)).chat_templates == {"default": "one", "tool_use": "two"}

@@ -24,6 +24,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's fixed limits, for checking requests."""
 
     tokenizer: Tokenizer | None
+    #: Why there is none and what to do; "" when there is one.
+    no_tokenizer: str
     #: Token ids of prompts are below this.
     vocab_size: int
     eos_ids: frozenset[int]
@@ -40,16 +42,19 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(request.prompt, str):
             return check_prompt_ids(request.prompt, self.vocab_size)
         if self.tokenizer is None:
-            raise InvalidRequest(
-                "this model has no tokenizer.json: give the prompt as token ids, or convert its slow tokenizer by "
-                "loading it with transformers' AutoTokenizer and calling save_pretrained"
-            )
+            raise InvalidRequest(self.no_tokenizer)
         if not request.prompt.isascii():
             try:
                 request.prompt.encode()
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"the prompt is no Unicode text: {error}") from None
         ids = self.tokenizer.encode(request.prompt, add_special=not request.special, allow_special=request.special)
+        lacking = next((id for id in ids if id >= self.vocab_size), None)
+        if lacking is not None:
+            raise InvalidRequest(
+                f"the prompt holds {self.tokenizer.token_text(lacking)!r}, which is token {lacking} of the tokenizer; "
+                f"the model has none beyond {self.vocab_size - 1}: take another text, or the tokenizer of this model"
+            )
         return check_prompt_ids(ids, self.vocab_size)
 
     def sequences(self, request: Request, serial: int, arrival: float) -> list[SequenceSpec]:

@@ -33,7 +33,7 @@ from .registry.observers import Observers
 from .registry.parts import RegisteredPart
 from .registry.registry import Registry
 from .registry.resolution import Decision, resolve, winner
-from .text import Tokenizer, load_tokenizer
+from .text import Tokenizer, has_tokenizer, load_tokenizer, no_tokenizer
 
 logger = logging.getLogger("pegboard")
 
@@ -238,6 +238,8 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
     needs: Needs
     executor_need: ExecutorNeed
     tokenizer: Tokenizer | None
+    #: Why there is none and what to do; "" when there is one.
+    no_tokenizer: str
     eos_ids: frozenset[int]
 
     def build(
@@ -265,6 +267,7 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
         sampler = Selection(self.registry, self.plan.parts).factory("sampler")
         return Admission(
             tokenizer=self.tokenizer,
+            no_tokenizer=self.no_tokenizer,
             vocab_size=self.plan.vocab_limit,
             eos_ids=self.eos_ids,
             max_length=self.plan.max_length,
@@ -331,7 +334,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         named = survey.parts["cache"].name
         raise ConfigError(f"cache = {named!r} evicts by score mass, which is not reported yet: choose another")
     cache: CacheManager = survey.selection.create("cache", cache_need)
-    tokenizer = _tokenizer(survey.checkpoint)
+    tokenizer, advice = _tokenizer(survey.checkpoint)
     limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
     paths, unportable = locate_objects(objects)
     plan = AssemblyPlan(
@@ -359,6 +362,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         needs=needs,
         executor_need=survey.executor_need,
         tokenizer=tokenizer,
+        no_tokenizer=advice,
         eos_ids=_eos_ids(survey.checkpoint, tokenizer, limit),
     )
 
@@ -425,12 +429,10 @@ def _capacity(cache: CacheManager, longest: int) -> int:
     return low
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """None when the checkpoint has none that is read: such a model takes prompts of token ids."""
+def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
+    """(tokenizer, ""), or (None, what to do): a model without one that is read takes prompts of token ids."""
     files = checkpoint.tokenizer
-    if files.tokenizer_json is None and files.gguf is None:
-        return None
-    return load_tokenizer(files)
+    return (load_tokenizer(files), "") if has_tokenizer(files) else (None, no_tokenizer(files))
 
 
 def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:

@@ -99,7 +99,9 @@ class Engine:
         self._thread.start()
         parts = {role: part.name for role, part in self.plan.parts.items()}
         seconds = time.monotonic() - self._begin
-        self._observers.notify("pegboard_engine_ready", EngineReady(parts=parts, load_seconds=seconds))
+        self._observers.notify(
+            "pegboard_engine_ready", EngineReady(parts=parts, load_seconds=seconds, unused_tensors=self.unused_tensors)
+        )
 
     @classmethod
     def from_config(
@@ -329,6 +331,11 @@ class Engine:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Names of tensors in the checkpoint that the model has no use for; a warning was logged, too."""
+        return self._phases.executor.unused_tensors
 
     def stats(self) -> SchedulerStats:
         """Sequences waiting, running, preempted and paused."""

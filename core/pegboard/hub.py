@@ -63,7 +63,7 @@ KNOWN: Final[Mapping[str, WheelModel]] = {
 
 _HF_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 #: What is fetched of a Hugging Face repository: weights that are no pickles, configs, tokenizer, templates.
-_HF_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
+_HF_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt")
 _CHUNK = 1 << 20
 
 

@@ -1,7 +1,8 @@
 """GGUF files, single or split, read as if they were a Hugging Face checkpoint.
 
 Names and config are translated (`gguf_dialect`), sizes are in row-major order, and the rows of q and k, which the
-converter interleaved, are put back. Blocks are dequantised when they are read, a part at a time.
+converter interleaved, are put back, as are the weights of norms that it shifted. Blocks are dequantised when they are
+read, a part at a time.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class GGUFCheckpoint(Checkpoint):
         _check_split(path, headers)
         self._metadata = headers[0].metadata
         self._stored: dict[str, tuple[MappedFile, StoredBlocks]] = {}
-        self._interleaved = architecture(self._metadata).interleaved
+        self._architecture = architecture(self._metadata)
         for file, header in zip(files, headers, strict=True):
             for original, stored in header.tensors.items():
-                name = translate(original)
+                name = translate(original, self._architecture)
                 if name in self._stored:
                     raise CheckpointError(f"tensor {original!r} of {file.path} appears twice in the model")
                 self._stored[name] = (file, stored)
@@ -128,6 +129,8 @@ class GGUFCheckpoint(Checkpoint):
         if plain is not None:
             numbers = as_dtype(file.tensor(stored.offset, stored.nbytes), plain, stored.shape)
             part = self._part(name, numbers, dim, start, length) if stored.shape else numbers
+            if name.endswith("norm.weight") and self._architecture.norm_offset:
+                part = part - self._architecture.norm_offset
             return part.to(device).to(wanted)
         blocks = self._blocks(name)
         if dim < blocks.dim() - 1:
@@ -166,9 +169,9 @@ class GGUFCheckpoint(Checkpoint):
 
     def _heads(self, name: str) -> int | None:
         """How many heads' rows are interleaved in this tensor; None: it is as it was."""
-        if self._interleaved and ".self_attn.q_proj." in name:
+        if self._architecture.interleaved and ".self_attn.q_proj." in name:
             return int(self._config["num_attention_heads"])
-        if self._interleaved and ".self_attn.k_proj." in name:
+        if self._architecture.interleaved and ".self_attn.k_proj." in name:
             return int(self._config["num_key_value_heads"])
         return None
 

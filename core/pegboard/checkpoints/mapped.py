@@ -38,6 +38,8 @@ class MappedFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         self.size = len(self._map)
+        # Every tensor is a part of this one, so that two which lie side by side can be seen as one.
+        self._whole: Tensor | None = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
     @property
     def buffer(self) -> mmap.mmap:
@@ -47,14 +49,15 @@ class MappedFile:
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes], a view of the file from `offset`; the caller has checked the bounds."""
-        buffer = self.buffer
+        if self._whole is None:
+            raise CheckpointError(f"{self.path} was closed")
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         # numpy holds an export of the map, so that it cannot be unmapped under a living tensor.
-        return torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8, count=nbytes, offset=offset))
+        return self._whole[offset : offset + nbytes]
 
     def close(self) -> None:
-        mapped, self._map = self._map, None
+        mapped, self._map, self._whole = self._map, None, None
         if mapped is not None:
             # Refused while views are alive: they keep the map.
             with contextlib.suppress(BufferError):

@@ -7,6 +7,7 @@ listed by `tensors`; one that the index names must be in the shard it names, and
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -20,8 +21,12 @@ from .mapped import MappedFile, as_dtype
 from .narrowing import find_tensor, resolve_range, torch_dtype
 from .safetensors_header import StoredTensor, read_header
 
+logger = logging.getLogger("pegboard")
+
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+#: Files of tokenizers that are no tokenizer.json.
+_UNREAD = ("*.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "*.tiktoken")
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -82,7 +87,15 @@ class SafetensorsCheckpoint(Checkpoint):
         texts = {name: _read_text(file) for name, file in templates.items() if file.is_file()}
         if texts:
             config["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
-        return TokenizerFiles(tokenizer_json=fast if fast.is_file() else None, config=config)
+        vocabulary = self._folder / "vocab.json", self._folder / "merges.txt"
+        whole = all(path.is_file() for path in vocabulary)
+        found = {path for pattern in _UNREAD for path in self._folder.glob(pattern)}
+        return TokenizerFiles(
+            tokenizer_json=fast if fast.is_file() else None,
+            vocabulary=vocabulary if whole else None,
+            unread=tuple(sorted(found - (set(vocabulary) if whole else set()))),
+            config=config,
+        )
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._infos
@@ -134,6 +147,9 @@ def _locate(path: Path) -> tuple[Path, list[str], Mapping[str, str] | None]:
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path} names the shard {name!r}; a shard must lie beside its index")
+    others = sorted(file.name for file in folder.glob("*.safetensors") if file.name not in names)
+    if others:
+        logger.info("%s does not name %s: left aside", path, ", ".join(others))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}")
@@ -164,8 +180,14 @@ def _collect(files: Mapping[str, MappedFile], index: Mapping[str, str] | None) -
         return found
     lost = [f"{name} (in {file})" for name, file in index.items() if name not in found or found[name][0] != file]
     if lost:
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-        raise CheckpointError(f"the index names tensors that their shards lack: {', '.join(lost[:5])}{more}")
+        raise CheckpointError(f"the index names tensors that their shards lack: {', '.join(lost)}")
+    foreign = sorted(found.keys() - index.keys())
+    if foreign:
+        logger.warning(
+            "%d tensors of the shards are not named by the index and are no part of the model: %s",
+            len(foreign),
+            ", ".join(foreign[:8]) + (", ..." if len(foreign) > 8 else ""),
+        )
     return {name: found[name] for name in index}
 
 

@@ -26,9 +26,14 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tokenizer can be built from: the path of a fast tokenizer.json, or metadata of a GGUF file."""
+    """What a tokenizer can be built from: the path of a fast tokenizer.json, metadata of a GGUF file, or a vocabulary
+    with merges where `config` names a class that is known."""
 
     tokenizer_json: Path | None = None
+    #: vocab.json and merges.txt.
+    vocabulary: tuple[Path, Path] | None = None
+    #: Other tokenizer files, which are not read (tokenizer.model, ...), for advice.
+    unread: tuple[Path, ...] = ()
     #: tokenizer_config.json, or {} (chat_template, bos_token, eos_token, ...)
     config: Mapping[str, Any] = {}
     #: GGUF: tokens, merges, token types and special ids, by their metadata keys; arrays are lists.

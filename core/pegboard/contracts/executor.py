@@ -77,6 +77,11 @@ class Executor(ABC):
     @abstractmethod
     def memory(self) -> MemoryReport: ...
 
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """As of the model."""
+        return ()
+
     @abstractmethod
     def close(self) -> None:
         """Give all memory back. Legal at any time, more than once."""

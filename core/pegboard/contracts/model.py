@@ -115,3 +115,8 @@ class DecoderModel(ABC):
     @property
     @abstractmethod
     def weight_bytes(self) -> int: ...
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Names of stored tensors that the model has no use for: a sign that the config does not fit the file."""
+        return ()

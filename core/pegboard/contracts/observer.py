@@ -35,6 +35,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     #: Role -> the part chosen.
     parts: Mapping[str, str]
     load_seconds: float
+    #: Tensors in the checkpoint that the model has no use for.
+    unused_tensors: tuple[str, ...] = ()
 
 
 class RequestAdmitted(msgspec.Struct, frozen=True, kw_only=True):

@@ -169,8 +169,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return width + self.experts.per_token * (3 * self.hidden_size + 3 * self.experts.intermediate_size)
 
 
-def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
-    """The decoder and its linears by name. CheckpointError names every missing or wrong-shaped tensor at once."""
+def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear], tuple[str, ...]]:
+    """The decoder, its linears by name, and the names of tensors that nothing used.
+
+    CheckpointError names every missing or wrong-shaped tensor at once."""
     loader = Loader(kit)
     vectors = layout.vectors()
     if _ROPE_FACTORS in kit.checkpoint.tensors():
@@ -230,8 +232,7 @@ def build(layout: Layout, kit: ModelKit) -> tuple[Decoder, dict[str, Linear]]:
         taps=kit.taps,
         gather=kit.shard.all_gather if kit.shard.size > 1 else None,
     )
-    loader.report_unused()
-    return decoder, linears
+    return decoder, linears, loader.unused()
 
 
 def _mlp(layout: Layout, index: int, linears: dict[str, Linear]) -> GatedMLP | Experts:

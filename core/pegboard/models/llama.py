@@ -146,9 +146,10 @@ class Llama(DecoderModel):
 
     config_type: ClassVar[type[LlamaConfig]] = LlamaConfig
 
-    def __init__(self, decoder: Decoder, weight_bytes: int) -> None:
+    def __init__(self, decoder: Decoder, weight_bytes: int, unused_tensors: tuple[str, ...]) -> None:
         self._decoder = decoder
         self._weight_bytes = weight_bytes
+        self._unused_tensors = unused_tensors
 
     @classmethod
     def refusals(cls, need: ModelNeed, options: Any) -> Sequence[str]:
@@ -190,11 +191,11 @@ class Llama(DecoderModel):
 
     @classmethod
     def create(cls, kit: ModelKit) -> Self:
-        decoder, linears = build(cls._layout(kit.config), kit)
+        decoder, linears, unused = build(cls._layout(kit.config), kit)
         others = kit.spec.other_parameters * decoder.embedding.element_size()
         if kit.spec.linears[-1].tied and decoder.head.weight is not decoder.embedding:
             others += decoder.embedding.nbytes  # a packed head does not serve as the table
-        return cls(decoder, others + sum(linear.weight_bytes for linear in linears.values()))
+        return cls(decoder, others + sum(linear.weight_bytes for linear in linears.values()), unused)
 
     def forward(self, context: StepContext) -> ModelOutput:
         return self._decoder.forward(context)
@@ -205,3 +206,7 @@ class Llama(DecoderModel):
     @property
     def weight_bytes(self) -> int:
         return self._weight_bytes
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        return self._unused_tensors

@@ -61,12 +61,13 @@ class Loader:
         self._raise()
         return made
 
-    def report_unused(self) -> None:
-        """Log stored tensors that nothing used."""
-        unused = [n for n in self._infos if n not in self._used and not any(d in n for d in _DERIVED)]
+    def unused(self) -> tuple[str, ...]:
+        """Stored tensors that nothing used; logged, too."""
+        unused = sorted(n for n in self._infos if n not in self._used and not any(d in n for d in _DERIVED))
         if unused:
-            shown = ", ".join(sorted(unused)[:8]) + (", ..." if len(unused) > 8 else "")
+            shown = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "")
             logger.warning("%d tensors of the checkpoint are not used by the model: %s", len(unused), shown)
+        return tuple(unused)
 
     def _count(self, names: Sequence[str]) -> None:
         for name in names:
@@ -78,6 +79,4 @@ class Loader:
 
     def _raise(self) -> None:
         if self._problems:
-            more = len(self._problems) - 20
-            shown = self._problems[:20] + ([f"... and {more} more"] if more > 0 else [])
-            raise CheckpointError("the checkpoint does not fit its config:\n  - " + "\n  - ".join(shown))
+            raise CheckpointError("the checkpoint does not fit its config:\n  - " + "\n  - ".join(self._problems))

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 class LocalExecutor(Executor):
     """Steps run on this process's device in the order of launch; results are read when they retire."""
 
-    def __init__(self, runner: ModelRunner, weight_bytes: int, device: str, threads: int | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, weight_bytes: int, unused_tensors: tuple[str, ...], device: str, threads: int | None
+    ) -> None:
         self._runner: ModelRunner | None = runner
         self._weight_bytes = weight_bytes
+        self._unused_tensors = unused_tensors
         self._device = device
         self._threads = threads
         self._tickets: deque[Ticket] = deque()
@@ -98,7 +101,7 @@ class LocalExecutor(Executor):
         )
         # Weights may be views of the mapped file: the mapping lives as long as they do.
         survey.checkpoint.close()
-        return cls(runner, model.weight_bytes, device, survey.config.threads)
+        return cls(runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
 
     @property
     def flying(self) -> int:
@@ -143,6 +146,10 @@ class LocalExecutor(Executor):
             kv_cache=self._runner.cache_bytes,
             workspace=self._runner.workspace_bytes,
         )
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        return self._unused_tensors
 
     def close(self) -> None:
         if self._runner is None:

@@ -1,76 +1,48 @@
-"""Byte-level BPE tokenizers from GGUF metadata.
+"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama").
 
-A GGUF file holds tokens, merges and the *name* of the pre-tokenizer; what the name stands for is set down here.
+A GGUF file holds tokens, merges or scores, and the *name* of the pre-tokenizer (`gguf_pre_tokenizers`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from pegboard.errors import CheckpointError
 
-_CONTROL, _USER_DEFINED = 3, 4
+from .gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from .sentencepiece_bpe import sentencepiece_bpe
 
-#: Words as Llama 3 and Qwen 2 cut them; they differ in how many digits stay together.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-class PreTokenizer(msgspec.Struct, frozen=True, kw_only=True):
-    #: Cuts text into words; None: the byte level's own (GPT-2) pattern does.
-    pattern: str | None = None
-    #: Every digit is a word.
-    single_digits: bool = False
-    #: Text is composed (NFC) first.
-    composed: bool = False
-    #: A word that is a token needs no merges.
-    ignore_merges: bool = False
-    #: BOS is put before a text unless the file says otherwise.
-    add_bos: bool = False
-
-
-#: tokenizer.ggml.pre -> what it stands for.
-PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
-    "gpt-2": PreTokenizer(),
-    "smollm": PreTokenizer(single_digits=True),
-    "llama-bpe": PreTokenizer(pattern=_WORDS.format(digits="{1,3}"), ignore_merges=True, add_bos=True),
-    "qwen2": PreTokenizer(pattern=_WORDS.format(digits=""), composed=True),
-}
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """CheckpointError: a kind that is not read, naming those that are, or a vocabulary that is none."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "llama":
+    if kind not in ("gpt2", "llama"):
         raise CheckpointError(
-            "the GGUF file has a SentencePiece tokenizer (tokenizer.ggml.model 'llama'), which is not read from GGUF; "
-            "use the model's safetensors folder with its tokenizer.json instead"
+            f"tokenizer.ggml.model is {kind!r}; supported: 'gpt2' (byte-level BPE), 'llama' (SentencePiece BPE)"
         )
-    if kind != "gpt2":
-        raise CheckpointError(f"tokenizer.ggml.model is {kind!r}; supported: 'gpt2' (byte-level BPE)")
-    name = metadata.get("tokenizer.ggml.pre")
-    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
-    if pre is None:
-        raise CheckpointError(f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(PRE_TOKENIZERS)}")
-    tokens, types = _strings(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type")
-    if types is None:
-        types = [1] * len(tokens)
-    if not isinstance(types, list) or len(types) != len(tokens):
-        raise CheckpointError(f"tokenizer.ggml.token_type must hold one type for each of the {len(tokens)} tokens")
-    backend = tokenizers.Tokenizer(_bpe(tokens, _strings(metadata, "merges"), pre))
-    if pre.composed:
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_splits(pre))
-    backend.decoder = decoders.ByteLevel()
-    added = [(t, kind) for t, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
-    backend.add_tokens([AddedToken(t, special=kind == _CONTROL, normalized=False) for t, kind in added])
-    template = _around(metadata, pre)
+    tokens = _strings(metadata, "tokens")
+    if len(set(tokens)) != len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.tokens has {len(tokens) - len(set(tokens))} repeated tokens")
+    types = _types(metadata, len(tokens), required=kind == "llama")
+    scores = _scores(metadata, len(tokens)) if kind == "llama" else []
+    count = _unpadded(tokens, types)
+    tokens, types = tokens[:count], types[:count]
+    special: tuple[int, ...]
+    if kind == "gpt2":
+        pre = _pre_tokenizer(metadata)
+        backend, special, add_bos = _byte_level(metadata, tokens, pre), (_CONTROL,), pre.add_bos
+    else:
+        backend, special, add_bos = _sentencepiece(metadata, tokens, types, scores), (_CONTROL, _UNKNOWN), True
+    added = [(t, kind) for t, kind in zip(tokens, types, strict=True) if kind in (*special, _USER_DEFINED)]
+    backend.add_tokens([AddedToken(t, special=kind in special, normalized=False) for t, kind in added])
+    template = _around(metadata, add_bos)
     if template is not None:
         backend.post_processor = template
     return backend
@@ -88,32 +60,82 @@ def gguf_token_text(metadata: Mapping[str, Any], role: str) -> str | None:
     return tokens[token_id]
 
 
-def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:
+def _unpadded(tokens: list[str], types: list[int]) -> int:
+    """Tokens without those at the end that only fill up the rows of the model's head: no text is made of them, so they
+    must not be chosen."""
+    count = len(tokens)
+    while count and types[count - 1] == _UNUSED and tokens[count - 1] == f"[PAD{count - 1}]":
+        count -= 1
+    return count
+
+
+def _types(metadata: Mapping[str, Any], count: int, *, required: bool) -> list[int]:
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types is None and not required:
+        return [1] * count
+    if not isinstance(types, list) or len(types) != count:
+        raise CheckpointError(f"tokenizer.ggml.token_type must hold one type for each of the {count} tokens")
+    return types
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre")
+    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if pre is None:
+        raise CheckpointError(
+            f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(PRE_TOKENIZERS)}; for another one use the model's "
+            "safetensors folder with its tokenizer.json"
+        )
+    return pre
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str], pre: PreTokenizer) -> tokenizers.Tokenizer:
     vocabulary = {token: place for place, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        raise CheckpointError(f"tokenizer.ggml.tokens has {len(tokens) - len(vocabulary)} repeated tokens")
     pairs = []
-    for merge in merges:
+    for merge in _strings(metadata, "merges"):
         left, _, right = merge.partition(" ")
         pairs.append((left, right))
     try:
-        return models.BPE(vocabulary, pairs, ignore_merges=pre.ignore_merges)
+        backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre.ignore_merges))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
+    if pre.composed:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre.build()
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
-def _splits(pre: PreTokenizer) -> list[pre_tokenizers.PreTokenizer]:
-    if pre.pattern is not None:
-        words = pre_tokenizers.Split(Regex(pre.pattern), "isolated")
-        return [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return [pre_tokenizers.Digits(individual_digits=True), byte_level] if pre.single_digits else [byte_level]
+def _scores(metadata: Mapping[str, Any], count: int) -> list[float]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if (
+        not isinstance(scores, list)
+        or len(scores) != count
+        or not all(type(score) is float and math.isfinite(score) for score in scores)
+    ):
+        raise CheckpointError(f"tokenizer.ggml.scores must hold one number for each of the {count} tokens")
+    return scores
 
 
-def _around(metadata: Mapping[str, Any], pre: PreTokenizer) -> processors.TemplateProcessing | None:
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], scores: list[float]
+) -> tokenizers.Tokenizer:
+    for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        if metadata.get(f"tokenizer.ggml.{key}"):
+            raise CheckpointError(f"tokenizer.ggml.{key} with tokenizer.ggml.model 'llama' is not supported")
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if type(prefix) is not bool:
+        raise CheckpointError(f"tokenizer.ggml.add_space_prefix is {prefix!r}; expected true or false")
+    unknown = gguf_token_text(metadata, "unknown")
+    if unknown is None and _UNKNOWN in types:
+        unknown = tokens[types.index(_UNKNOWN)]
+    return sentencepiece_bpe(tokens, scores, types, unknown=unknown, space_prefix=prefix)
+
+
+def _around(metadata: Mapping[str, Any], add_bos: bool) -> processors.TemplateProcessing | None:
     """BOS before and EOS after a text, as the file wants it."""
     wants = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", pre.add_bos),
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", add_bos),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     specials: dict[str, tuple[str, int]] = {}

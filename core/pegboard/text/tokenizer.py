@@ -1,4 +1,5 @@
-"""Tokenizers: text to ids and back, from a fast tokenizer.json or from the metadata of a GGUF file.
+"""Tokenizers: text to ids and back, from a fast tokenizer.json, the metadata of a GGUF file, or vocab.json and
+merges.txt.
 
 Text is decoded as the tokenizer's own decoder gives it; no spaces are tidied up afterwards.
 """
@@ -16,6 +17,7 @@ from pegboard.contracts.checkpoint import TokenizerFiles
 from pegboard.errors import CheckpointError
 
 from .gguf_vocabulary import gguf_token_text, tokenizer_from_gguf
+from .vocabulary_files import no_tokenizer, tokenizer_from_vocabulary, why_not_vocabulary
 
 _DEFAULT_TEMPLATE = "default"
 
@@ -91,18 +93,23 @@ class Tokenizer:
 
 
 def load_tokenizer(files: TokenizerFiles) -> Tokenizer:
-    """CheckpointError if there is no tokenizer, or if it is damaged or of a kind that is not read."""
-    if files.tokenizer_json is not None:
-        return _from_json(files.tokenizer_json, files.config)
+    """CheckpointError if there is no tokenizer (with what to do), or if it is damaged or of a kind that is not read."""
     if files.gguf is not None:
         return _from_gguf(files.gguf)
-    raise CheckpointError(
-        "the model has no tokenizer.json; a slow tokenizer (tokenizer.model, vocab.json) can be converted by loading "
-        "it with AutoTokenizer of transformers and calling save_pretrained"
-    )
+    if files.tokenizer_json is not None:
+        return _from_folder(_read(files.tokenizer_json), files.tokenizer_json, files.config)
+    if files.vocabulary is not None and why_not_vocabulary(files) is None:
+        backend = tokenizer_from_vocabulary(files.vocabulary, files.config)
+        return _from_folder(backend, files.vocabulary[0], files.config)
+    raise CheckpointError(no_tokenizer(files))
 
 
-def _from_json(path: Path, config: Mapping[str, Any]) -> Tokenizer:
+def has_tokenizer(files: TokenizerFiles) -> bool:
+    """Whether there is one of a kind that is read."""
+    return files.tokenizer_json is not None or files.gguf is not None or why_not_vocabulary(files) is None
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -110,6 +117,11 @@ def _from_json(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     # A file may carry the padding and truncation of its training.
     backend.no_padding()
     backend.no_truncation()
+    return backend
+
+
+def _from_folder(backend: tokenizers.Tokenizer, path: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """With the tokens and templates that tokenizer_config.json names."""
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     named = {name: _token_of(path, name, config.get(name)) for name in names}
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}

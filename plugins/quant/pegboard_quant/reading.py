@@ -62,8 +62,7 @@ def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: st
         read_parts = [
             read(name, start, length) for name, (start, length) in zip(_names(spec, suffix), parts, strict=True)
         ]
-        # A single source stays a view of the file where the checkpoint gives one
-        return read_parts[0] if len(read_parts) == 1 else torch.cat(read_parts)
+        return _joined(read_parts)
 
     return DenseParts(
         weight=fused("weight"),
@@ -71,6 +70,20 @@ def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: st
         all_reduce=shard.all_reduce if by_input else None,
         partition=spec.partition if split else None,
     )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """All rows as one tensor: a view of the file where the checkpoint gave views that lie one behind the other, as gate
+    and up do in most files; engines then share it."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return torch.cat(parts)
+        end += part.nbytes
+    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
 
 
 def _check(spec: LinearSpec, checkpoint: Checkpoint) -> None:

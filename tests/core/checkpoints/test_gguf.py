@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pegboard.checkpoints.gguf import GGUFCheckpoint
-from pegboard.checkpoints.gguf_dialect import make_config
+from pegboard.checkpoints.gguf_dialect import make_config, make_generation
 from pegboard.checkpoints.gguf_header import BLOCK_TYPES
 from pegboard.errors import CheckpointError
 from pegboard.hub import resolve_model
@@ -245,7 +245,13 @@ def test_config_from_keys(change: dict[str, Any], wanted: dict[str, Any]) -> Non
         ({"llama.block_count": "two"}, "llama.block_count is 'two'"),
         ({"llama.attention.head_count_kv": [1, 2]}, "for all layers"),
         ({"llama.attention.layer_norm_rms_epsilon": float("inf")}, "positive number"),
+        ({"general.architecture": "qwen3moe"}, "'qwen3moe' is not supported; supported: llama, qwen2, qwen3, gemma3"),
         ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.attention.sliding_window": 64}, r"llama\.attention\.sliding_window is 64; expected none"),
+        ({"llama.attention.scale": 0.5}, r"attention\.scale is 0\.5"),
+        ({"llama.logit_scale": 0.5}, r"logit_scale is 0\.5"),
+        ({"llama.attention.key_length_swa": 8}, "head sizes"),
+        ({"llama.attention.causal": False}, "sees the text after"),
         ({"llama.attention.key_length": 32, "llama.attention.value_length": 16}, "different head sizes"),
         ({"llama.rope.dimension_count": 8}, "only part of each head"),
         ({"llama.attention.key_length": 15, "llama.attention.value_length": 15}, "odd"),
@@ -264,6 +270,63 @@ def test_config_from_keys(change: dict[str, Any], wanted: dict[str, Any]) -> Non
 def test_configs_that_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         make_config(KEYS | change, {})
+
+
+GEMMA = {key.replace("llama", "gemma3"): value for key, value in KEYS.items()} | {"general.architecture": "gemma3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 16, "rope_local_base_freq": 10000.0}),
+        (
+            {"gemma3.block_count": 62, "gemma3.attention.key_length": 32, "gemma3.attention.value_length": 32},
+            {"query_pre_attn_scalar": 16, "head_dim": 32},
+        ),
+        ({"gemma3.attention.sliding_window": 8}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}),
+        (
+            {"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": 1},
+            {"layer_types": ["full_attention"] * 2},
+        ),
+        (
+            {"gemma3.attn_logit_softcapping": 50.0, "gemma3.final_logit_softcapping": 30.0},
+            {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ),
+    ],
+)
+def test_config_of_gemma3(change: dict[str, Any], wanted: dict[str, Any]) -> None:
+    config = make_config(GEMMA | change, {})
+    assert {key: config.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("pattern", [0, "six", [True], [1, 0]], ids=str)
+def test_patterns_of_windows_that_are_refused(pattern: Any) -> None:
+    keys = GEMMA | {"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": pattern}
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern is .* period of layers"):
+        make_config(keys, {})
+
+
+def test_rope_factors_are_for_llama_only() -> None:
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight .* gemma3"):
+        make_config(GEMMA, {"rope_freqs.weight": (8,)})
+
+
+@pytest.mark.parametrize(
+    ("keys", "ends"),
+    [
+        ({}, None),
+        ({"eos_token_id": 1}, [1, 2]),
+        ({"eos_token_id": 2}, 2),
+        ({"eos_token_id": 1, "eot_token_id": 0}, [1, 0]),
+        ({"eos_token_id": 1, "eom_token_id": 3}, [1, 2, 3]),
+        ({"eos_token_id": 1, "token_type": [3, 3, 1, 3]}, 1),
+    ],
+)
+def test_what_ends_a_turn(keys: dict[str, Any], ends: Any) -> None:
+    """Chat models whose file names only the end of the text have their end of turn among the control tokens."""
+    tokens = {"tokens": ["<s>", "</s>", "<|eot_id|>", "<tool>"], "token_type": [3, 3, 3, 3]}
+    generation = make_generation({f"tokenizer.ggml.{key}": value for key, value in {**tokens, **keys}.items()})
+    assert generation.get("eos_token_id") == (2 if ends is None else ends)
 
 
 def test_rope_factors_head_and_biases_show_in_the_config(tmp_path: Path) -> None:

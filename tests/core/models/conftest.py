@@ -53,10 +53,13 @@ def oracle() -> Callable[[Path, Sequence[int], int], tuple[torch.Tensor, list[in
 
 @pytest.fixture
 def check(make_engine: Callable[..., Any]) -> Callable[..., None]:
-    """check(path, prompt, new, **settings): an engine's logits of the prompt within 1e-4, and its greedy ids."""
+    """check(path, prompt, new, **settings): an engine's logits of the prompt within 1e-4, and its greedy ids. `twin` is
+    what transformers reads, if that is not `path`."""
 
-    def against(path: Path, prompt: Sequence[int] = PROMPT, new: int = 32, **settings: Any) -> None:
-        logits, ids = greedy(path, prompt, new)
+    def against(
+        path: Path, prompt: Sequence[int] = PROMPT, new: int = 32, twin: Path | None = None, **settings: Any
+    ) -> None:
+        logits, ids = greedy(twin or path, prompt, new)
         RecordingSampler.seen.clear()
         engine = make_engine(path, device="cpu", plugins=[Recording()], sampler="recording", **settings)
         scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -14,6 +14,7 @@ from pegboard.contracts.checkpoint import TokenizerFiles
 from pegboard.errors import CheckpointError
 from pegboard.hub import resolve_model
 from pegboard.text import Tokenizer, load_tokenizer
+from pegboard.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 TEXTS = [
     "",
@@ -27,6 +28,7 @@ TEXTS = [
     "a<tool call>b été",
     "<|im_start|>user\nhi<|im_end|>",
     "\x00\x7f\u200b\ufeff\ufffd",
+    "camelCase HTMLParser/path//x ÀB",
 ]
 KINDS = ["byte_level", "byte_fallback", "metaspace"]
 Make = Callable[..., Tokenizer]
@@ -136,20 +138,37 @@ def gguf_metadata(pre: str | None, **changes: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in (metadata | changes).items() if value is not None}
 
 
+#: Names of the same pre-tokenizer.
+ALIASES = {"starcoder": "smollm", "refact": "smollm", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+ALIASES |= {"deepseek-r1-qwen": "qwen2"}
+
+
 def published(pre: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     """The pre-tokenizer of the model's published tokenizer.json."""
     words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     words += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     whole_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tekken = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    tekken += r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    tekken += r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    coder = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
     split = {
+        "tekken": [pre_tokenizers.Split(Regex(tekken), "isolated"), whole_words],
+        "deepseek-coder": [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in coder),
+            pre_tokenizers.Digits(individual_digits=True),
+            whole_words,
+        ],
         "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
         "llama-bpe": [pre_tokenizers.Split(Regex(words % "{1,3}"), "isolated"), whole_words],
         "qwen2": [pre_tokenizers.Split(Regex(words % ""), "isolated"), whole_words],
-    }[pre]
+    }[ALIASES.get(pre, pre)]
     vocabulary = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, ignore_merges=ALIASES.get(pre, pre) in ("llama-bpe", "tekken"))
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
@@ -159,7 +178,7 @@ def published(pre: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", list(PRE_TOKENIZERS))
 @pytest.mark.parametrize("text", [*TEXTS, "the 12345 the1234the  whole wholexy I'LL<user><eos>", "e\u0301"])
 def test_gguf_vocabulary(pre: str, text: str) -> None:
     metadata = gguf_metadata(pre)
@@ -192,9 +211,9 @@ def test_gguf_says_what_goes_around_a_text(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "SentencePiece .* use the model's safetensors folder"),
+        ({"model": "llama"}, "scores must hold one number"),
         ({"model": "bert"}, "'bert'; supported: 'gpt2'"),
-        ({"pre": "default"}, "'default'; supported: gpt-2, smollm, llama-bpe, qwen2"),
+        ({"pre": "default"}, "'default'; supported: gpt-2, smollm, .*, llama-bpe, .*, qwen2, .*tekken"),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
         ({"tokens": None}, "tokens is missing"),
         ({"merges": [1]}, "merges is missing or is no array of strings"),
@@ -208,6 +227,21 @@ def test_gguf_says_what_goes_around_a_text(
 def test_gguf_vocabularies_that_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_tokenizer(TokenizerFiles(gguf=gguf_metadata(**{"pre": "gpt-2", **changes})))
+
+
+def test_padding_of_a_gguf_vocabulary_is_no_part_of_the_tokenizer() -> None:
+    """The converter fills the list up to the rows of the head; a hole between tokens stays one of them."""
+    metadata = gguf_metadata("gpt-2")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    count = len(tokens)
+    hole = [f"[PAD{count}]", "<late>"]
+    padding = [f"[PAD{i}]" for i in range(count + 2, count + 9)]
+    metadata |= {"tokenizer.ggml.tokens": [*tokens, *hole, *padding]}
+    metadata |= {"tokenizer.ggml.token_type": [*types, 5, 3, *[5] * len(padding)]}
+    tokenizer = load_tokenizer(TokenizerFiles(gguf=metadata))
+    assert tokenizer.vocab_size == count + 2
+    assert tokenizer.encode("the<late>", allow_special=True)[-1] == count + 1
+    assert tokenizer.decode([count + 5]) == ""
 
 
 def test_gguf_chat_templates() -> None:

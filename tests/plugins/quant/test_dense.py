@@ -113,6 +113,35 @@ def test_sources_are_fused_in_order(checkpoint: MemoryCheckpoint) -> None:
     assert linear.weight_bytes == (32 * 12 + 32) * 8 == quantizer().bytes_for(QKV, checkpoint.tensors(), Shard())
 
 
+@pytest.mark.parametrize(
+    ("places", "shared"),
+    [
+        (((0, 20), (20, 26), (26, 32)), True),
+        (((6, 26), (0, 6), (26, 32)), False),
+        (((0, 20), (21, 27), (27, 33)), False),
+    ],
+    ids=["one behind the other", "another order", "a gap"],
+)
+def test_sources_that_lie_one_behind_the_other_stay_a_view_of_the_file(
+    places: tuple[tuple[int, int], ...], shared: bool
+) -> None:
+    file = random(40, 12, seed=1)
+    stored = {f"{name}.weight": file[slice(*place)] for name, place in zip("abc", places, strict=True)}
+    spec = LinearSpec(name="abc", sources=tuple("abc"), in_features=12, out_features=(20, 6, 6))
+    linear = quantizer().linear(spec, MemoryCheckpoint(stored), Shard())
+    assert linear.weight is not None
+    assert torch.equal(linear.weight, torch.cat(list(stored.values())))
+    assert (linear.weight.untyped_storage().data_ptr() == file.untyped_storage().data_ptr()) is shared
+
+
+def test_columns_of_a_file_are_not_taken_for_its_rows() -> None:
+    file = random(4, 12, seed=1)
+    stored = {"a.weight": file[:2, :6], "b.weight": file[1:3, :6]}
+    spec = LinearSpec(name="ab", sources=("a", "b"), in_features=6, out_features=(2, 2))
+    linear = quantizer().linear(spec, MemoryCheckpoint(stored), Shard())
+    assert torch.equal(linear.weight, torch.cat(list(stored.values())))
+
+
 def test_a_single_source_stays_a_view_of_the_file(checkpoint: MemoryCheckpoint) -> None:
     linear = quantizer().linear(DOWN, checkpoint, Shard())
     assert linear.weight is not None

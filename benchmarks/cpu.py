@@ -7,8 +7,8 @@ Prefill: a lone random prompt, one new token. Decode: greedy continuations of fi
 The best of the repeats counts. `match` is the share of greedy ids that equal those of the reference, position by
 position up to each text's first difference: transformers if it runs, else Pegboard in float32.
 
-vLLM reads a folder of the same weights in float32, written beside the results of `pegboard models` once; llama.cpp reads
-the GGUF file as it is, so its weights are rounder and its match is for orientation only.
+vLLM reads a folder of the same weights in float32, written once beside the GGUF file; llama.cpp reads the GGUF file as
+it is, so its weights are rounder and its match is for orientation only.
 
 An engine that can't be imported by `--python` is left out, and the table says so.
 """

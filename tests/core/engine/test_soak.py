@@ -64,7 +64,7 @@ LIMITS: dict[str, Any] = {
 PAGES = 14
 READERS = 4
 #: What may stay behind after the warm-up, over the whole run: allocators round and keep.
-GROWTH = 8 << 20
+GROWTH = 4 << 20
 
 
 class Template(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -93,12 +94,24 @@ class AsyncEngine:
         return self.engine.stats()
 
     async def _submit(self, prompt: Prompt | Request, sampling: SamplingParams | None, **options: Any) -> Handle:
-        task = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, prompt, sampling, **options))
+        made: list[Handle] = []
+        abandoned = threading.Event()
+
+        def submit() -> Handle:
+            made.append(self.engine.submit(prompt, sampling, **options))
+            if abandoned.is_set():
+                made[0].abort()
+            return made[0]
+
+        task = asyncio.ensure_future(asyncio.to_thread(submit))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            # The thread goes on and may still admit it: nobody would ever take it.
-            task.add_done_callback(lambda done: None if done.cancelled() or done.exception() else done.result().abort())
+            # The thread goes on, even when the loop does not, and may still admit what nobody would ever take.
+            abandoned.set()
+            for handle in list(made):
+                handle.abort()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks for its error
             raise
 
     async def close(self) -> None:

@@ -86,6 +86,13 @@ def pegboard_parts() -> tuple[Part, ...]:
             matches=("gguf",),
         ),
         Part(
+            role="checkpoint",
+            name="random",
+            factory="pegboard.checkpoints.random:RandomCheckpoint",
+            summary="random:SHAPE, weights that are drawn: for benchmarks only",
+            matches=("random",),
+        ),
+        Part(
             role="executor",
             name="local",
             factory="pegboard.runner:LocalExecutor",

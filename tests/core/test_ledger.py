@@ -326,6 +326,22 @@ def test_admission_refuses_what_can_never_run_and_what_has_no_room_now():
     assert desk.ledger.stats().waiting == 4
 
 
+def test_deadlines_of_ended_sequences_are_forgotten():
+    """Also behind that of one which lives on."""
+    desk = Desk()
+    desk.add("long", deadline=50.0)
+    for index in range(500):
+        desk.add(f"short-{index}", deadline=100.0 + index)
+        desk.ledger.finish(f"short-{index}", "abort")
+        desk.ledger.commit(None)
+    assert len(desk.ledger._deadlines) < 50
+    desk.add("late", deadline=60.0)
+    desk.clock.advance(55.0)
+    desk.plan()
+    assert [(p.id, p.finish_reason) for p in desk.ledger.commit(None)] == [("long", "deadline")]
+    assert desk.ledger.next_deadline() == 60.0
+
+
 def test_deadlines_end_a_sequence_wherever_it_is():
     desk = Desk(max_rows=1)
     desk.add("a", deadline=5.0)

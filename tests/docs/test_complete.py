@@ -16,7 +16,7 @@ import pegboard
 from pegboard import EngineConfig, Part, Registry, Request, RequestMetrics, SamplingParams
 from pegboard.cli.main import app
 from pegboard.config import PartChoice, PluginsConfig
-from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
+from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone, StepTimes
 from pegboard.contracts.part import OBJECTIVES, ROLES
 from pegboard.contracts.scheduler import FinishReason
 from pegboard.registry.hookspecs import ObserverSpec, PluginSpec
@@ -214,6 +214,8 @@ def test_every_hook_is_listed_with_its_arguments() -> None:
     ):
         missing = {field.name for field in msgspec.structs.fields(event)} - code(table[hook][0])
         assert not missing, f"{hook}: {missing}"
+    described = code(section("plugins.md", "`observer`"))
+    assert {"host", *(field.name for field in msgspec.structs.fields(StepTimes))} <= described
 
 
 # -- cli.md

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+import re
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from .engine_options import ConfigOption, ModelOption, SetOption, open_engine
+from ..errors import ConfigError
+from .bench_tables import end_to_end_lines, itl_table, number, setup_lines, table, ttft_table
+from .engine_options import ConfigOption, ModelOption, SetOption, TopK, TopP, make_engine, open_engine
 from .output import AsJson, emit
-
-if TYPE_CHECKING:
-    from ..benchmark import Setup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure speed on random prompts.")
 
 Count = Annotated[int, typer.Option("--prompts", min=1, help="How many prompts.")]
 Output = Annotated[int, typer.Option("--output", min=1, help="New tokens of each prompt.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="The best counts.")]
+Batches = Annotated[
+    list[int], typer.Option("--batch", min=1, help="Sequences at once to time the tokens of; may be repeated.")
+]
+Lengths = Annotated[
+    list[int], typer.Option("--input", min=1, help="Prompt length to time the first token of; may be repeated.")
+]
 RandomSeed = Annotated[int, typer.Option("--seed", help="Of the prompts.")]
 
 
@@ -38,23 +44,19 @@ def offline(
     with open_engine(model, config, overrides, quiet=as_json) as engine:
         found = measure_throughput(engine, Prompts(engine, seed), prompts, input, output)
         used = setup(engine)
-    rows = [[field, _number(value)] for field, value in msgspec.structs.asdict(found).items()]
+    rows = [[field, number(value)] for field, value in msgspec.structs.asdict(found).items()]
     data = {"setup": used, "throughput": found}
-    emit(msgspec.to_builtins(data), "\n".join([*_setup_lines(used), "", *_table(rows)]), as_json=as_json)
+    emit(msgspec.to_builtins(data), "\n".join([*setup_lines(used), "", *table(rows)]), as_json=as_json)
 
 
 @app.command()
 def latency(
     model: ModelOption = None,
     config: ConfigOption = None,
-    input: Annotated[
-        list[int], typer.Option("--input", min=1, help="Prompt length to time the first token of; may be repeated.")
-    ] = [128, 512],  # noqa: B006 - typer copies it
-    batch: Annotated[
-        list[int], typer.Option("--batch", min=1, help="Sequences at once to time the tokens of; may be repeated.")
-    ] = [1, 8],  # noqa: B006
+    input: Lengths = [128, 512],  # noqa: B006 - typer copies it
+    batch: Batches = [1, 8],  # noqa: B006
     output: Output = 64,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="The best counts.")] = 3,
+    repeats: Repeats = 3,
     seed: RandomSeed = 0,
     overrides: SetOption = None,
     as_json: AsJson = False,
@@ -67,46 +69,63 @@ def latency(
         first = list(measure_ttft(engine, prompts, input, repeats))
         between = list(measure_itl(engine, prompts, batch, input[0], output, repeats))
         used = setup(engine)
-    lines = [*_setup_lines(used), ""]
-    lines += _table(
-        [["prompt", "TTFT ms", "median", "tokens/s"]]
-        + [[str(t.input_tokens), _ms(t.best), _ms(t.median), _number(t.tokens_per_second)] for t in first]
-    )
-    lines += [
-        "",
-        *_table(
-            [["batch", "ITL ms", "tokens/s"]]
-            + [[str(i.batch), _ms(i.seconds), _number(i.tokens_per_second)] for i in between]
-        ),
-    ]
+    lines = [*setup_lines(used), ""]
+    lines += [*ttft_table(first), "", *itl_table(between)]
     data: dict[str, Any] = {"setup": used, "ttft": first, "itl": between}
     emit(msgspec.to_builtins(data), "\n".join(lines), as_json=as_json)
 
 
-def _setup_lines(used: Setup) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in used.versions.items())
-    return [
-        f"model: {used.model}",
-        f"device: {used.device}, {used.dtype}, {used.threads} threads; {versions}",
-        "parts: " + ", ".join(f"{where} {name}" for where, name in used.parts.items()),
-    ]
+@app.command()
+def e2e(
+    model: ModelOption = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights: -m random:SHAPE in short.")] = None,
+    config: ConfigOption = None,
+    input: Lengths = [128, 512],  # noqa: B006
+    batch: Batches = [1, 8],  # noqa: B006
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt of a batch.")] = 128,
+    output: Output = 128,
+    repeats: Repeats = 2,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Mixed requests, for the throughput.")] = 16,
+    request_input: Annotated[str, typer.Option(help="Their prompt lengths, LOW:HIGH.")] = "32:128",
+    request_output: Annotated[str, typer.Option(help="Their new tokens, LOW:HIGH.")] = "16:64",
+    temperature: Annotated[float, typer.Option(help="Of the mixed requests; 0 is greedy.")] = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: RandomSeed = 0,
+    overrides: SetOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Everything at once: ready time, TTFT, ITL, host time, throughput, repeatability and memory."""
+    from ..benchmark import Load, measure_end_to_end
+
+    if shape is not None and model is not None:
+        raise ConfigError("--shape and --model exclude each other: --shape NAME is --model random:NAME")
+    load = Load(
+        seed=seed,
+        ttft_inputs=tuple(input),
+        batches=tuple(batch),
+        prompt=prompt,
+        output=output,
+        repeats=repeats,
+        requests=requests,
+        request_input=_range("--request-input", request_input),
+        request_output=_range("--request-output", request_output),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    found = measure_end_to_end(
+        lambda watchers: make_engine(
+            model if shape is None else f"random:{shape}", config, overrides, quiet=as_json, watchers=watchers
+        ),
+        load,
+    )
+    emit(msgspec.to_builtins(found), "\n".join(end_to_end_lines(found)), as_json=as_json)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns aligned: the first to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}"
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.2f}"
+def _range(option: str, text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    low, high = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigError(f"{option} is {text!r}, must be LOW:HIGH with 1 <= LOW <= HIGH, e.g. 32:128")
+    return low, high

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +33,19 @@ def open_engine(
     model: str | None, config: Path | None, overrides: list[str] | None, *, quiet: bool
 ) -> Iterator[Engine]:
     """The engine that the options describe, with a bar on stderr while it loads."""
+    with make_engine(model, config, overrides, quiet=quiet) as engine:
+        yield engine
+
+
+def make_engine(
+    model: str | None,
+    config: Path | None,
+    overrides: list[str] | None,
+    *,
+    quiet: bool,
+    watchers: Sequence[object] = (),
+) -> Engine:
+    """The same, for the caller to close."""
     from ..config import load_config
     from ..config_sources import read_config
     from ..engine import Engine
@@ -42,9 +55,7 @@ def open_engine(
         values["model"] = model
     loaded = load_config(values, overrides or ())
     with _loading_bar(shown=not quiet and sys.stderr.isatty()) as advance:
-        engine = Engine(config=loaded, progress=advance)
-    with engine:
-        yield engine
+        return Engine(config=loaded, progress=advance, watchers=watchers)
 
 
 @contextmanager

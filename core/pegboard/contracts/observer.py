@@ -54,6 +54,28 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of the host, in one turn of the engine: the step that it planned and launched is not the one that it
+    retired when steps run ahead."""
+
+    #: Telling observers of new requests, ending dropped ones, planning.
+    schedule: float
+    #: In the executor, the model included: on a CPU all of its work, elsewhere no more than giving it to the device.
+    launch: float
+    #: Waiting for the device, and reading the result.
+    retire: float
+    commit: float
+    #: Text, stop strings, delivery.
+    emit: float
+    #: See StepResult.host_seconds; a part of `launch` and `retire`.
+    executor: float | None = None
+
+    @property
+    def host(self) -> float | None:
+        """What the host does beside the model; None when the executor does not tell its part."""
+        return None if self.executor is None else self.schedule + self.executor + self.commit + self.emit
+
+
 class StepDone(msgspec.Struct, frozen=True, kw_only=True):
     #: The step that retired.
     step: int
@@ -62,6 +84,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     waiting: int
     running: int
+    #: Where the seconds went.
+    times: StepTimes
 
 
 class Observer(ABC):

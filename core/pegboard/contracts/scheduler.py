@@ -114,6 +114,9 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     rows: tuple[RowResult, ...]
+    #: Seconds of the executor's host beside the model and beside waiting: building the batch and reading its result.
+    #: None: it does not tell.
+    host_seconds: float | None = None
     #: Score mass a page, per sequence, when the cache manager asks for it.
     score_mass: tuple[tuple[str, tuple[float, ...]], ...] = ()
 

@@ -170,13 +170,14 @@ class Llama(DecoderModel):
         return reasons
 
     @classmethod
-    def _layout(cls, raw: Mapping[str, Any]) -> Layout:
+    def layout(cls, raw: Mapping[str, Any]) -> Layout:
+        """What the model of this config.json is made of. CheckpointError: the config is not valid."""
         config = cls.config_type.complete(raw)
         return cls.config_type.read(config).layout(config)
 
     @classmethod
     def describe(cls, need: ModelNeed) -> ModelSpec:
-        layout = cls._layout(need.config)
+        layout = cls.layout(need.config)
         return ModelSpec(
             architecture=cls.config_type.architecture,
             vocab_size=layout.vocab_size,
@@ -191,7 +192,7 @@ class Llama(DecoderModel):
 
     @classmethod
     def create(cls, kit: ModelKit) -> Self:
-        decoder, linears, unused = build(cls._layout(kit.config), kit)
+        decoder, linears, unused = build(cls.layout(kit.config), kit)
         others = kit.spec.other_parameters * decoder.embedding.element_size()
         if kit.spec.linears[-1].tied and decoder.head.weight is not decoder.embedding:
             others += decoder.embedding.nbytes  # a packed head does not serve as the table

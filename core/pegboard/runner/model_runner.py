@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy
@@ -97,18 +98,20 @@ class ModelRunner:
         """Copies, tables, openings, then the rows. On CPU the work is done when this returns."""
         parts, state = self._parts, self._state
         self._move_cache(plan)
+        begin = perf_counter()
         state.apply(plan.tables)
         openings = [row.opening for row in plan.rows if row.opening is not None]
         if openings:
             parts.sampler.open(openings)
         step = assemble(plan.rows, state, self._decode_width)
         self._attending.begin(step.batch)
+        prepared = perf_counter() - begin
         context = StepContext(batch=step.batch, ops=parts.ops, caches=self._caches, attend=self._attending)
         hidden = parts.model.forward(context).hidden
         scores = [(row, self._score(hidden, row, at)) for row, at in self._scored(plan.rows)]
         ids, logprobs = self._sample(plan.rows, hidden, step)
         sampled = [row for row in plan.rows if row.samples]
-        return Ticket(plan, sampled, ids, logprobs, scores)
+        return Ticket(plan, sampled, ids, logprobs, scores, prepared)
 
     def _sample(
         self, rows: Sequence[RowPlan], hidden: Tensor, step: Assembled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -53,8 +54,11 @@ class Ticket:
         ids: Tensor | None,
         logprobs: LogprobTensors | None,
         scores: Sequence[tuple[RowPlan, LogprobTensors]],
+        host_seconds: float,
     ) -> None:
+        """`host_seconds`: spent on building the batch."""
         self.plan = plan
+        self._host_seconds = host_seconds
         self._sampled = sampled
         self._scored = [row for row, _ in scores]
         self._ids = HostCopy([] if ids is None else [ids])
@@ -63,6 +67,9 @@ class Ticket:
 
     def result(self) -> StepResult:
         """Waits for the copies."""
+        for copy in (self._ids, self._logprobs, *self._scores):
+            copy.wait()
+        begin = perf_counter()
         chosen = [int(i) for tensor in self._ids.wait() for i in tensor.tolist()]
         tokens = {row.id: token for row, token in zip(self._sampled, chosen, strict=True)}
         parts = self._logprobs.wait()
@@ -71,10 +78,9 @@ class Ticket:
         for row, copy in zip(self._scored, self._scores, strict=True):
             records = _records(row.targets, copy.wait())
             prompts[row.id] = tuple(r for r in records if r.token_id >= 0)
-        return StepResult(
-            step=self.plan.id,
-            rows=tuple(self._row(row, tokens.get(row.id), logprobs.get(row.id), prompts) for row in self.plan.rows),
-        )
+        rows = tuple(self._row(row, tokens.get(row.id), logprobs.get(row.id), prompts) for row in self.plan.rows)
+        spent = self._host_seconds + perf_counter() - begin
+        return StepResult(step=self.plan.id, rows=rows, host_seconds=spent)
 
     @staticmethod
     def _row(

@@ -118,6 +118,9 @@ class Ledger:
         seq = Sequence(spec, (self._rank(spec), spec.arrival, self._order), self._new_epoch())
         self._live[spec.id] = seq
         if spec.deadline is not None:
+            if len(self._deadlines) > 2 * len(self._live) + 16:  # behind a late one, ended ones would pile up
+                self._deadlines = [entry for entry in self._deadlines if entry[2].phase != "ended"]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (spec.deadline, self._order, seq))
         return seq
 

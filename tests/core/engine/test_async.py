@@ -215,6 +215,27 @@ def test_cancelling_the_task_aborts(engine: AsyncEngine, kit: Kit, kind: str, de
     assert drained(engine.engine, kit, 1.0)
 
 
+def test_a_loop_that_ends_while_a_thread_admits(engine: AsyncEngine, kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cancelled task is gone with its loop before the thread has made the request that nobody will take."""
+    kit.pace = 0.01
+    submit = engine.engine.submit
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return submit(*args, **options)
+
+    monkeypatch.setattr(engine.engine, "submit", slowly)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(collect(engine.stream(prompt(1), LONG)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
+    assert drained(engine.engine, kit, 1.0)
+
+
 def test_cancelling_what_waits_in_the_queue(engine: AsyncEngine, kit: Kit, good: Any) -> None:
     kit.pace = 0.01
 

@@ -14,6 +14,11 @@ import pytest
 
 from pegboard import Engine, Part, PluginError, SamplingParams, hookimpl
 from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
+from pegboard.ops import TorchOps
+from pegboard.runner import LocalExecutor
+from pegboard_attention.torch_backend import TorchAttention
+from pegboard_scheduling.continuous import ContinuousScheduler
+from pegboard_scheduling.options import ContinuousOptions
 
 PROMPT = [1, 17, 42, 200, 3]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -131,6 +136,53 @@ def test_the_life_of_an_engine(start: Callable[..., Engine], ahead: int) -> None
     assert (steps[-1].waiting, steps[-1].running) == (0, 0)
     assert seen.seen[-1] == ("closed", None)
     assert len(events(seen, "closed")) == 1
+
+
+def slow(base: type, method: str, seconds: float) -> type:
+    """`base` whose `method` sleeps first."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return getattr(base, method)(self, *args, **kwargs)
+
+    return type("Slow", (base,), {method: wrapped})
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "options", "phase"),
+    [
+        ("scheduler", slow(ContinuousScheduler, "schedule", 0.05), ContinuousOptions, "schedule"),
+        ("scheduler", slow(ContinuousScheduler, "commit", 0.05), ContinuousOptions, "commit"),
+        ("ops", slow(TorchOps, "embed", 0.05), None, "launch"),
+        ("attention", slow(TorchAttention, "plan", 0.05), None, "executor"),
+        ("executor", slow(LocalExecutor, "retire", 0.05), None, "retire"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_times_lie_where_they_were_spent(
+    start: Callable[..., Engine], role: str, part: type, options: Any, phase: str
+) -> None:
+    """A part that sleeps 50 ms shows in its own phase, the model's sleep not in the host's."""
+
+    class Plugin:
+        @hookimpl
+        def pegboard_parts(self) -> list[Part]:
+            return [Part(role=role, name="slow", factory=part, options=options, summary="for a test")]
+
+    seen = recorder()
+    engine = start(plugins=[Plugin()], observers=[], watchers=[seen()], run_ahead=0, **{role: "slow"})
+    engine.submit(PROMPT, GREEDY).result(timeout=10)
+    assert arrives(lambda: len(events(seen, "step")) >= 4)
+    fastest = min(events(seen, "step"), key=lambda step: step.seconds)
+    times = {field: getattr(fastest.times, field) for field in ("schedule", "launch", "retire", "commit", "emit")}
+    assert sum(times.values()) == pytest.approx(fastest.seconds)
+    assert 0 < fastest.times.executor <= times["launch"] + times["retire"]
+    assert getattr(fastest.times, phase) > 0.05
+    others = sum(seconds for field, seconds in times.items() if field != ("launch" if phase == "executor" else phase))
+    assert others < 0.05
+    host = fastest.times.host
+    assert host == pytest.approx(times["schedule"] + fastest.times.executor + times["commit"] + times["emit"])
+    assert (host > 0.05) == (phase in ("schedule", "commit", "executor"))
 
 
 def test_steps_tell_who_waits_and_who_runs(start: Callable[..., Engine]) -> None:

@@ -61,6 +61,7 @@ def test_the_core_comes_through_the_same_door() -> None:
         ("model", "llama"),
         ("checkpoint", "safetensors"),
         ("checkpoint", "gguf"),
+        ("checkpoint", "random"),
     }
 
 

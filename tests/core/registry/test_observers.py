@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, RequestMetrics, StepDone
+from pegboard.contracts.observer import (
+    EngineReady,
+    RequestAdmitted,
+    RequestFinished,
+    RequestMetrics,
+    StepDone,
+    StepTimes,
+)
 from pegboard.errors import PluginError
 from pegboard.registry.hookspecs import ObserverSpec, PluginSpec, hookimpl
 from pegboard.registry.observers import HOOKS, Observers
@@ -14,7 +21,14 @@ EVENTS: dict[str, Any] = {
     "pegboard_engine_ready": EngineReady(parts={"ops": "torch"}, load_seconds=1.0),
     "pegboard_request_admitted": RequestAdmitted(id="r", prompt_tokens=3),
     "pegboard_request_finished": RequestFinished(id="r", index=0, finish_reason="stop", metrics=RequestMetrics()),
-    "pegboard_step_done": StepDone(step=1, rows=1, seconds=0.1, waiting=0, running=1),
+    "pegboard_step_done": StepDone(
+        step=1,
+        rows=1,
+        seconds=0.1,
+        waiting=0,
+        running=1,
+        times=StepTimes(schedule=0.01, launch=0.05, retire=0.01, commit=0.01, emit=0.02),
+    ),
     "pegboard_engine_closed": None,
 }
 

@@ -1,4 +1,4 @@
-"""Speed of an assembled engine on random prompts: what `pegboard bench` prints.
+"""Speed of an assembled engine on random prompts.
 
 Prompts are of ids drawn anew for every run, so that nothing is found in the prefix cache; ends of text are ignored, so
 that every run has the length that was asked for.
@@ -6,35 +6,19 @@ that every run has the length that was asked for.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from random import Random
-from typing import Any
 
 import msgspec
 
-from .contracts.sampler import SamplingParams
-from .engine import Engine
-from .errors import ConfigError, RequestFailed
-from .request import RequestOutput
+from ..contracts.sampler import SamplingParams
+from ..engine import Engine
+from ..errors import ConfigError, RequestFailed
+from ..request import Request, RequestOutput
 
 #: New tokens of the shorter run of an ITL pair.
 _SHORT = 8
-
-
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What ran."""
-
-    model: str
-    device: str
-    dtype: str
-    threads: int
-    parts: dict[str, str]
-    versions: dict[str, str]
-    date: str
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,27 +44,12 @@ class TTFT(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ITL(msgspec.Struct, frozen=True, kw_only=True):
-    """Time between tokens with `batch` sequences running: (seconds for a long run - for a short one) / tokens more, the
-    best of the repeats."""
+    """Time between tokens with `batch` sequences running: (seconds for a long run - for a short one) / tokens more, of
+    the best of the repeats of each."""
 
     batch: int
     seconds: float
     tokens_per_second: float
-
-
-def setup(engine: Engine) -> Setup:
-    import torch
-
-    plan, threads = engine.plan, engine.config.threads
-    return Setup(
-        model=plan.model,
-        device=f"{plan.device.type} ({plan.device.name or platform.machine()})",
-        dtype=plan.dtype,
-        threads=torch.get_num_threads() if threads is None else threads,
-        parts={where: part.name for where, part in plan.parts.items()},
-        versions={"pegboard": metadata.version("pegboard"), "torch": str(torch.__version__)},
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
 
 
 class Prompts:
@@ -127,23 +96,32 @@ def measure_itl(
     engine: Engine, prompts: Prompts, batches: Sequence[int], input: int, output: int, repeats: int
 ) -> Iterator[ITL]:
     """ConfigError: the engine does not run so many sequences at once. RequestFailed when one of the requests fails."""
+    check_batches(engine, batches)
+    for batch in batches:
+        times = {
+            length: min(_run(engine, prompts.draw(batch, input), length)[0] for _ in range(repeats))
+            for length in (_SHORT, _SHORT + output)
+        }
+        seconds = (times[_SHORT + output] - times[_SHORT]) / output
+        yield ITL(batch=batch, seconds=seconds, tokens_per_second=batch / seconds)
+
+
+def check_batches(engine: Engine, batches: Sequence[int]) -> None:
+    """ConfigError: the engine does not run so many sequences at once."""
     rows = engine.config.max_rows
     if max(batches) > rows:
         raise ConfigError(f"a batch of {max(batches)} can't run at once: max_rows is {rows}")
-    for batch in batches:
-        pairs = []
-        for _ in range(repeats):
-            short, _ = _run(engine, prompts.draw(batch, input), _SHORT)
-            long, _ = _run(engine, prompts.draw(batch, input), _SHORT + output)
-            pairs.append((long - short) / output)
-        yield ITL(batch=batch, seconds=min(pairs), tokens_per_second=batch / min(pairs))
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], output: int) -> tuple[float, list[RequestOutput]]:
-    """Seconds from the first submission to the last token, and the outputs."""
     sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    return run_requests(engine, [Request(prompt=prompt, sampling=sampling) for prompt in prompts])
+
+
+def run_requests(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[RequestOutput]]:
+    """Seconds from the first submission to the last token, and the outputs. RequestFailed when one fails."""
     begin = time.perf_counter()
-    outputs: list[Any] = engine.generate(prompts, sampling)
+    outputs = engine.generate(requests)
     seconds = time.perf_counter() - begin
     failed = [found.error for found in outputs if found.error is not None]
     if failed:

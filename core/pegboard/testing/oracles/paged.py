@@ -1,0 +1,103 @@
+"""Paged K/V of the layouts that the suites know: filling, reading back as numbers, poisoning.
+
+Known are layouts with tensors `k` and `v` of (S, K, D) ("nhd") or (K, S, D) ("hnd") a page; quantized ones add
+`k_scale` and `v_scale` of (S, K) or (K, S), and the value is payload * scale. Letters as in contracts.attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...contracts.attention import KVLayout, LayerCache
+from ...dtypes import torch_dtype
+
+_INT8_STEPS = 127
+
+
+def allocate(layout: KVLayout, pages: int, page_size: int, device: str) -> LayerCache:
+    """A cache of zeros, as the runner makes it."""
+    tensors = {
+        spec.name: torch.zeros((pages, *spec.shape), dtype=torch_dtype(spec.dtype), device=device)
+        for spec in layout.tensors
+    }
+    return LayerCache(layout=layout, group=0, page_size=page_size, tensors=tensors)
+
+
+def fill_entries(cache: LayerCache, seed: int) -> None:
+    """Random values of unit size in every entry of every page."""
+    generator = torch.Generator().manual_seed(seed)
+    views = _views(cache)
+    for name in ("k", "v"):
+        payload, scale = views[name], views.get(f"{name}_scale")
+        if payload.dtype == torch.int8:
+            values = torch.randint(-_INT8_STEPS, _INT8_STEPS + 1, payload.shape, generator=generator)
+        else:
+            values = torch.randn(payload.shape, generator=generator, dtype=torch.float64)
+        payload.copy_(values.to(payload.dtype))
+        if scale is not None:
+            size = 2.0 / _INT8_STEPS if payload.dtype == torch.int8 else 1.0
+            drawn = torch.rand(scale.shape, generator=generator, dtype=torch.float64) + 0.5
+            scale.copy_((drawn * size).to(scale.dtype))
+
+
+def read_entries(cache: LayerCache, index: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of the flat entries `index` [N] (page * S + offset): float64 [N, K, D] on the CPU, dequantised."""
+    views, index = _views(cache), index.cpu()
+    page, offset = index // cache.page_size, index % cache.page_size
+    found = []
+    for name in ("k", "v"):
+        values = _at(views[name], page, offset).double()
+        if f"{name}_scale" in views:
+            values = values * _at(views[f"{name}_scale"], page, offset).double()[..., None]
+        elif views[name].dtype == torch.int8:
+            raise AssertionError(f"layout {cache.layout.name!r} holds int8 {name} without {name}_scale")
+        found.append(values)
+    return found[0], found[1]
+
+
+def poison_entries(cache: LayerCache, keep: Tensor) -> None:
+    """Make every entry NaN but the flat entries `keep`; payloads that have no NaN get their greatest value."""
+    for view in _views(cache).values():
+        poisoned = torch.ones(view.shape[0] * cache.page_size, dtype=torch.bool)
+        poisoned[keep.cpu()] = False
+        where = poisoned.view(view.shape[0], cache.page_size, *[1] * (view.dim() - 2)).to(view.device)
+        if view.dtype.is_floating_point and view.dtype.itemsize > 1:
+            view.masked_fill_(where, torch.nan)
+        else:  # 127, or the NaN of float8_e4m3fn
+            view.view(torch.uint8).masked_fill_(where, 0x7F)
+
+
+def poison_of(tensor: Tensor) -> Tensor:
+    """The poisoned elements of a tensor, as a mask."""
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+        return tensor.isnan()
+    return tensor.view(torch.uint8) == 0x7F
+
+
+def _views(cache: LayerCache) -> Mapping[str, Tensor]:
+    """The tensors with entries first: [pages, S, K, D], scales [pages, S, K]."""
+    layout, size = cache.layout, cache.page_size
+    names = [spec.name for spec in layout.tensors]
+    if set(names) not in ({"k", "v"}, {"k", "v", "k_scale", "v_scale"}):
+        raise AssertionError(
+            f"layout {layout.name!r} has the tensors {', '.join(names)}, which the suite can't read: override "
+            "fill_cache, read_cache and poison_cache in your suite"
+        )
+    views = {}
+    for name, tensor in cache.tensors.items():
+        entries_first = tensor.shape[1] == size and not (layout.name.startswith("hnd") and tensor.shape[2] == size)
+        views[name] = tensor if entries_first else tensor.transpose(1, 2)
+        if views[name].shape[1] != size:
+            shape = tuple(tensor.shape[1:])
+            raise AssertionError(f"layout {layout.name!r}: {name} has pages of {shape}, without {size} entries")
+    return views
+
+
+def _at(view: Tensor, page: Tensor, offset: Tensor) -> Tensor:
+    page, offset = page.to(view.device), offset.to(view.device)
+    if view.dtype.itemsize == 1:  # torch does not index float8 everywhere
+        return view.view(torch.uint8)[page, offset].view(view.dtype).cpu()
+    return view[page, offset].cpu()

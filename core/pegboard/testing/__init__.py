@@ -44,7 +44,14 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{home}", __name__), name)
+    try:
+        value = getattr(import_module(f".{home}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise ModuleNotFoundError(
+            f"{name} is made of pytest tests, and pytest is not installed: `pip install pytest`", name="pytest"
+        ) from error
     globals()[name] = value
     return value
 

@@ -18,6 +18,7 @@ from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,13 +29,6 @@ from ..errors import ConfigError, PluginError
 from ..registry.options import nearest
 from ..registry.parts import RegisteredPart
 from ..registry.registry import Registry
-
-try:
-    import pytest
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "the conformance suites of pegboard.testing are pytest tests, and pytest is not installed: `pip install pytest`"
-    ) from error
 
 Grid = Literal["small", "normal", "full"]
 

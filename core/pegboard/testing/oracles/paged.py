@@ -49,13 +49,21 @@ def read_entries(cache: LayerCache, index: Tensor) -> tuple[Tensor, Tensor]:
     page, offset = index // cache.page_size, index % cache.page_size
     found = []
     for name in ("k", "v"):
-        values = _at(views[name], page, offset).double()
-        if f"{name}_scale" in views:
-            values = values * _at(views[f"{name}_scale"], page, offset).double()[..., None]
+        values, scales = _at(views[name], page, offset).double(), read_scales(cache, index, name)
+        if scales is not None:
+            values = values * scales
         elif views[name].dtype == torch.int8:
             raise AssertionError(f"layout {cache.layout.name!r} holds int8 {name} without {name}_scale")
         found.append(values)
     return found[0], found[1]
+
+
+def read_scales(cache: LayerCache, index: Tensor, name: str) -> Tensor | None:
+    """Scales of K or V at the flat entries `index` [N]: float64 [N, K, 1] on the CPU; None: the layout has none."""
+    view, index = _views(cache).get(f"{name}_scale"), index.cpu()
+    if view is None:
+        return None
+    return _at(view, index // cache.page_size, index % cache.page_size).double()[..., None]
 
 
 def poison_entries(cache: LayerCache, keep: Tensor) -> None:
@@ -68,13 +76,6 @@ def poison_entries(cache: LayerCache, keep: Tensor) -> None:
             view.masked_fill_(where, torch.nan)
         else:  # 127, or the NaN of float8_e4m3fn
             view.view(torch.uint8).masked_fill_(where, 0x7F)
-
-
-def poison_of(tensor: Tensor) -> Tensor:
-    """The poisoned elements of a tensor, as a mask."""
-    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-        return tensor.isnan()
-    return tensor.view(torch.uint8) == 0x7F
 
 
 def _views(cache: LayerCache) -> Mapping[str, Tensor]:

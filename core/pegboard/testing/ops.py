@@ -55,15 +55,8 @@ class OpsSuite(Suite, standard=True):
     head_sizes: ClassVar[tuple[int, ...]] = (64, 72, 80, 96, 128, 256)
     hidden_sizes: ClassVar[tuple[int, ...]] = (64, 96, 576)
     activations: ClassVar[tuple[str, ...]] = ("silu", "gelu_tanh", "gelu")
-    #: Orders of K and V in a page, with the dtype of a quantized cache behind a colon. At least one must be written.
-    layouts: ClassVar[tuple[str, ...]] = (
-        "nhd",
-        "hnd",
-        "nhd:int8",
-        "nhd:float8_e4m3fn",
-        "hnd:int8",
-        "hnd:float8_e4m3fn",
-    )
+    #: At least one must be written. See `make_layout`.
+    layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd", "hnd-int8", "hnd-float8_e4m3fn")
 
     # -- what ops are given
 
@@ -90,13 +83,19 @@ class OpsSuite(Suite, standard=True):
             yield f"claim {claim}", cls.need(cls.dtypes[0], **{claim: True})
 
     def make_layout(self, name: str, kv_heads: int, head_size: int, dtype: str) -> KVLayout:
-        """The layout of a name in `layouts`, pages of 16 entries."""
-        order, _, quantized = name.partition(":")
-        entries = (_PAGE_SIZE, kv_heads) if order == "nhd" else (kv_heads, _PAGE_SIZE)
-        tensors = [TensorSpec(name=x, shape=(*entries, head_size), dtype=quantized or dtype) for x in ("k", "v")]
+        """The layout of a name in `layouts`, pages of 16 entries: plain K and V in either order, or quantized ones with
+        V turned and a scale a token and head."""
+        order, _, quantized = name.partition("-")
+        if order == "nhd":
+            k = v = (_PAGE_SIZE, kv_heads, head_size)
+        else:
+            k, v = (kv_heads, _PAGE_SIZE, head_size), (kv_heads, head_size, _PAGE_SIZE)
+        stored = {"": dtype, "int8": "uint8"}.get(quantized, quantized)
+        shapes = {"k": k, "v": v if quantized else k}
+        tensors = [TensorSpec(name=x, shape=shape, dtype=stored) for x, shape in shapes.items()]
         if quantized:
-            tensors += [TensorSpec(name=f"{x}_scale", shape=entries, dtype="float32") for x in ("k", "v")]
-        return KVLayout(name=order, tensors=tuple(tensors))
+            tensors += [TensorSpec(name=f"{x}_scale", shape=k[:2], dtype="float32") for x in shapes]
+        return KVLayout(name=name, tensors=tuple(tensors))
 
     def read_cache(self, cache: LayerCache, entries: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of flat entries [N]: float64 [N, K, D] on the CPU, as the cache means them."""
@@ -112,7 +111,7 @@ class OpsSuite(Suite, standard=True):
         scale = paged.read_scales(cache, entries, name)
         if scale is None:
             return None
-        if cache.tensors[name].dtype == torch.int8:
+        if not cache.tensors[name].dtype.is_floating_point:
             return scale.abs() * 0.5
         return torch.maximum(expected.abs() / 16, scale.abs() * 2.0**-10)
 
@@ -139,7 +138,7 @@ class OpsSuite(Suite, standard=True):
 
     def written_layout(self, ops: Ops, kv_heads: int, head_size: int, dtype: str) -> KVLayout:
         """The first layout without quantization that the ops write, or the first that they write."""
-        for name in sorted(self.layouts, key=lambda name: ":" in name):
+        for name in sorted(self.layouts, key=lambda name: "-" in name):
             layout = self.make_layout(name, kv_heads, head_size, dtype)
             if ops.writes(layout):
                 return layout
@@ -319,12 +318,11 @@ class OpsSuite(Suite, standard=True):
 
     def hold_untouched(self, cache: LayerCache, before: Mapping[str, Tensor], written: Tensor) -> None:
         """Entries outside the mask `written` [pages * S] have their old bits in every tensor."""
-        mask = written.view(-1, _PAGE_SIZE)
-        for name, tensor in cache.tensors.items():
-            entries_first = tensor.shape[1] == _PAGE_SIZE
-            one, other = (x if entries_first else x.transpose(1, 2) for x in (tensor, before[name]))
-            one, other = (x.cpu().contiguous().view(torch.uint8)[~mask] for x in (one, other))
-            check(torch.equal(one, other), f"{name} was written outside of write_index")
+        entries = (~written).nonzero()[:, 0]
+        for name, one, other in zip(
+            cache.tensors, paged.raw_entries(cache, entries), paged.raw_entries(cache, entries, before), strict=True
+        ):
+            check(same_bits(one, other), f"{name} was written outside of write_index")
 
     def test_copy_pages(self, candidate: Candidate, dtype: str, layout: str) -> None:
         ops = self.make(candidate, dtype)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..contracts.quantizer import Linear, LinearSpec, Quantizer, QuantizerNeed, Shard
-from ..devices import torch_device
 from ..dtypes import element_bytes, torch_dtype
 from ..errors import CheckpointError
 from .conformance import Candidate, Suite, check, no_synchronisation, normal, same_bits, unchanged
@@ -106,7 +105,7 @@ class QuantizerSuite(Suite, standard=True):
         return quantizer
 
     def inputs(self, count: int, dtype: str, seed: int = 1) -> Tensor:
-        return normal(count, self.in_features, seed=seed).to(torch_device(self.facts()), torch_dtype(dtype))
+        return normal(count, self.in_features, seed=seed).to(self.device, torch_dtype(dtype))
 
     def hold(
         self, found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: str, what: str, times: float = 1
@@ -241,7 +240,7 @@ class QuantizerSuite(Suite, standard=True):
         linear = self.make(candidate, dtype).linear(spec, checkpoint, Shard())
         for count in (4, 40):
             sizes = torch.tensor([1e-2, 100.0, 0.0, 1.0]).repeat(count // 4)[:, None]
-            x = self.inputs(count, dtype) * sizes.to(torch_device(self.facts()), torch_dtype(dtype))
+            x = self.inputs(count, dtype) * sizes.to(self.device, torch_dtype(dtype))
             self.hold(linear(x.clone()), x, weight, bias, dtype, f"{count} rows of sizes 0.01 to 100 and 0")
 
     def test_a_broken_row_stays_alone(self, candidate: Candidate, dtype: str) -> None:

@@ -182,15 +182,17 @@ class OpsSuite(Suite, standard=True):
     # -- project
 
     @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-    def test_project(self, candidate: Candidate, dtype: str, packed: bool) -> None:
-        """residual + act(linear(norm(x))): every combination, with and without a bias, dense and packed linears."""
-        ops, size = self.make(candidate, dtype), self.hidden_sizes[0]
-        x = self.random(7, size, dtype=dtype)
-        norm = self.norm_of(size, dtype, offset=1.0, round_first=False)
-        activation = self.activations[0]
+    @pytest.mark.parametrize("count", [1, 7, 40])
+    def test_project(self, candidate: Candidate, dtype: str, hidden_size: int, count: int, packed: bool) -> None:
+        """residual + act(linear(norm(x))): every combination, with and without a bias, dense and packed linears, for
+        numbers of rows that take different kernels."""
+        activation, outputs = self.activations[0], 128 if self.grid == "small" else 256
+        ops = self.make(candidate, dtype, hidden_size=hidden_size)
+        x = self.random(count, hidden_size, dtype=dtype)
+        norm = self.norm_of(hidden_size, dtype, offset=1.0, round_first=False)
         for normed, active, added, bias in product((False, True), repeat=4):
-            linear = self.linear_of(size, 96, dtype, bias=bias, packed=packed)
-            residual = self.random(7, 48 if active else 96, dtype=dtype, seed=9) if added else None
+            linear = self.linear_of(hidden_size, outputs, dtype, bias=bias, packed=packed)
+            residual = self.random(count, outputs // 2 if active else outputs, dtype=dtype, seed=9) if added else None
             out = linear.exact(oracle.rms_norm(x, norm) if normed else x)
             out = oracle.gated(out, activation) if active else out
             expected = out if residual is None else residual.double() + out

@@ -3,268 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from ..contracts.sampler import (
-    LogprobTensors,
-    SampleOutput,
-    Sampler,
-    SamplerNeed,
-    SampleRows,
-    SamplingParams,
-    SlotOpening,
-    VerifyRows,
-)
 from ..dtypes import torch_dtype
-from ..noise import child_seed
-from .conformance import Candidate, Suite, Tolerance, check, compare, no_synchronisation, normal, same_bits, unchanged
-from .oracles.sampling import adjust, chi_square_limit, choose
-
-_PROMPT: Final = (3, 5, 5, 8)
-#: A score decides by more than this, or either may win. Logits are exact, so it is the sampler's own arithmetic that
-#: counts: float32 for scores up to a hundred, float64 when the logits are.
-_NEAR: Final = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-4, "bfloat16": 1e-4}
-#: log_softmax in float32
-_LOGPROB: Final = Tolerance(1e-5, 1e-5)
-
-#: (logits, parameters, what may be chosen): every member must turn up, nothing else. All numbers are exact in bfloat16.
-_SUPPORT: Final[Sequence[tuple[list[float], dict[str, Any], set[int]]]] = (
-    ([1.0, 3.0, 3.0, 3.0, 0.0], {"top_k": 2}, {1, 2}),
-    ([1.0, 3.0, 2.0, 2.0, 2.0], {"top_k": 3}, {1, 2, 3}),
-    ([0.0] * 8, {"top_k": 3}, {0, 1, 2}),
-    ([0.0] * 8, {"top_k": 100}, set(range(8))),
-    ([0.0] * 8, {"top_p": 0.51}, {0, 1, 2, 3, 4}),
-    ([0.0] * 8, {"top_k": 4, "top_p": 0.3}, {0, 1}),
-    ([0.0] * 8, {"top_p": 0.01}, {0}),
-    ([0.0] * 8, {"min_p": 1.0}, set(range(8))),
-    ([2.0, 0.0, 2.0], {"min_p": 1.0}, {0, 2}),
-    ([0.0, -math.inf, 0.0, -math.inf], {}, {0, 2}),
-    ([0.0, -math.inf, 0.0, -math.inf], {"top_k": 3}, {0, 2}),
-    ([0.0, -math.inf, 0.0, -math.inf], {"top_p": 0.999}, {0, 2}),
-    ([-math.inf, -math.inf, -50.0], {"top_k": 2, "top_p": 0.1}, {2}),
-    ([0.0, 1e30, 0.0], {}, {1}),
-)
-
-_DISTRIBUTIONS: Final[Sequence[dict[str, Any]]] = (
-    {"temperature": 1.0},
-    {"temperature": 0.5},
-    {"top_k": 4},
-    {"top_p": 0.7},
-    {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
-    {"min_p": 0.2},
-    {"repetition_penalty": 2.0, "prompt": _PROMPT},
-    {"logit_bias": {9: 3.0}},
-)
+from .conformance import Candidate, check, no_synchronisation, same_bits, unchanged
+from .oracles.sampling import adjust, choose
+from .sampler_choices import PROMPT, SamplerChoices
 
 
-class SamplerSuite(Suite, standard=True):
+class SamplerSuite(SamplerChoices, standard=True):
     """Subclass it, set `part`, `device` and the `dtypes` that logits may have."""
-
-    role = "sampler"
-    features = ("verify", "batch_invariant")
-
-    # -- what is sampled
-
-    @classmethod
-    def need(cls, vocab: int, slots: int, **changes: Any) -> SamplerNeed:
-        fields: dict[str, Any] = {"device": cls.facts(), "vocab_size": vocab, "slots": slots, "max_length": 1000}
-        return SamplerNeed(**(fields | changes))
-
-    @classmethod
-    def declared_needs(cls) -> Iterable[tuple[str, SamplerNeed]]:
-        yield "any vocabulary", cls.need(50, 4)
-        claims: dict[str, dict[str, Any]] = {"verify": {"max_drafts": 3}, "batch_invariant": {"batch_invariant": True}}
-        for claim in cls.claims:
-            yield f"claim {claim}", cls.need(50, 4, **claims[claim])
-
-    @staticmethod
-    def opening(slot: int, **facts: Any) -> SlotOpening:
-        """Fields of the opening, others are sampling parameters. The seed is the slot, the temperature 1."""
-        record: dict[str, Any] = {"prompt": (), "seed": slot, "max_length": 1000}
-        for name in ("prompt", "output", "stop_ids", "seed", "max_length"):
-            if name in facts:
-                record[name] = facts.pop(name)
-        return SlotOpening(slot=slot, sampling=SamplingParams(**facts), **record)
-
-    def make(self, candidate: Candidate, openings: Sequence[SlotOpening], vocab: int, **changes: Any) -> Sampler:
-        need = self.need(vocab, max(opening.slot for opening in openings) + 1, **changes)
-        sampler: Sampler = candidate.create(need)
-        sampler.open(openings)
-        return sampler
-
-    def sample_rows(self, slots: Sequence[int], positions: Sequence[int]) -> SampleRows:
-        return SampleRows(
-            slots=torch.tensor(slots, dtype=torch.int64, device=self.device),
-            positions=torch.tensor(positions, dtype=torch.int64, device=self.device),
-            host_slots=tuple(slots),
-        )
-
-    def sample(self, sampler: Sampler, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> SampleOutput:
-        """Of a copy of the logits: whether they are changed is the matter of one test."""
-        with torch.inference_mode():
-            return sampler.sample(logits.clone(), self.sample_rows(slots, positions))
-
-    def logits(self, rows: int, vocab: int, dtype: str, seed: int = 0, size: float = 2.0) -> Tensor:
-        return (normal(rows, vocab, seed=seed) * size).to(self.device, torch_dtype(dtype))
-
-    def hold(self, candidate: Candidate, dtype: str, *kinds: dict[str, Any], vocab: int = 61, steps: int = 8) -> None:
-        """One slot a kind, side by side: every choice must be the definition's."""
-        openings = [self.opening(slot, **kind) for slot, kind in enumerate(kinds)]
-        steps = 2 if self.grid == "small" else 5 * steps if self.grid == "full" else steps
-        sampler = self.make(candidate, openings, vocab)
-        for position in range(steps):
-            sampler.open(openings)  # forget what was chosen
-            logits = self.logits(len(kinds), vocab, dtype, seed=position)
-            ids = self.sample(sampler, logits, range(len(kinds)), [position] * len(kinds)).ids.tolist()
-            self.hold_choices(ids, logits, openings, position, dtype)
-
-    def hold_choices(
-        self, ids: Sequence[int], logits: Tensor, openings: Sequence[SlotOpening], position: int, dtype: str
-    ) -> None:
-        for id, row, opening in zip(ids, logits, openings, strict=True):
-            problem = choose(row, opening, position).problem(id, _NEAR[dtype])
-            check(not problem, f"{opening.sampling} at position {position}: {problem}")
-
-    # -- choices
-
-    def test_greedy_takes_the_first_of_equals(self, candidate: Candidate, dtype: str) -> None:
-        kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}]
-        rows = ([2.0, 7.0, 7.0, 1.0, 7.0], [3.0] * 5, [-1.0, -2.0, -1.0, -1.0, -9.0])
-        sampler = self.make(candidate, [self.opening(slot, **kind) for slot, kind in enumerate(kinds)], 5)
-        for row, first in zip(rows, (1, 0, 0), strict=True):
-            logits = torch.tensor([row] * 3, dtype=torch_dtype(dtype), device=self.device)
-            ids = self.sample(sampler, logits, [0, 1, 2], [4, 5, 6]).ids.tolist()
-            check(ids == [first] * 3, f"{row}: greedy chose {ids} (temperature 0, top_k 1, top_p 0), not {first}")
-
-    def test_temperature(self, candidate: Candidate, dtype: str) -> None:
-        self.hold(candidate, dtype, *({"temperature": t} for t in (0.0, 0.3, 0.7, 1.0, 2.5)))
-
-    def test_top_k(self, candidate: Candidate, dtype: str) -> None:
-        self.hold(candidate, dtype, *({"top_k": k, "temperature": 1.5} for k in (1, 2, 5, 60, 61, 10_000)))
-
-    def test_top_p(self, candidate: Candidate, dtype: str) -> None:
-        self.hold(candidate, dtype, *({"top_p": p, "temperature": 1.3} for p in (0.0, 0.1, 0.6, 0.95)))
-
-    def test_min_p(self, candidate: Candidate, dtype: str) -> None:
-        self.hold(candidate, dtype, *({"min_p": p, "temperature": 1.2} for p in (0.01, 0.1, 0.9)))
-
-    def test_top_k_top_p_and_min_p_in_this_order(self, candidate: Candidate, dtype: str) -> None:
-        """top-p counts the mass that top-k left."""
-        self.hold(
-            candidate,
-            dtype,
-            {"temperature": 2.0, "top_k": 20, "top_p": 0.8},
-            {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.05},
-            {"temperature": 1.4, "top_p": 0.9, "min_p": 0.1},
-            {"temperature": 1.4, "top_k": 9, "min_p": 0.1},
-        )
-
-    def test_penalties(self, candidate: Candidate, dtype: str) -> None:
-        """Repetition counts prompt and output, presence and frequency the output only."""
-        text: dict[str, Any] = {"prompt": _PROMPT, "output": (1, 1, 9, 5, 30, 30, 30)}
-        self.hold(
-            candidate,
-            dtype,
-            {"repetition_penalty": 1.9, **text},
-            {"repetition_penalty": 0.5, **text},
-            {"presence_penalty": 3.0, **text},
-            {"frequency_penalty": 1.5, **text},
-            {"temperature": 0.0, "frequency_penalty": -2.0, **text},
-            {"repetition_penalty": 1.3, "presence_penalty": -2.0, "frequency_penalty": 0.4, "temperature": 0.6, **text},
-        )
-
-    def test_bias(self, candidate: Candidate, dtype: str) -> None:
-        self.hold(
-            candidate, dtype, {"logit_bias": {7: 4.0, 11: -100.0}}, {"temperature": 0.0, "logit_bias": {13: 50.0}}
-        )
-
-    def test_min_tokens(self, candidate: Candidate, dtype: str) -> None:
-        """Stop ids are masked until that many tokens were chosen."""
-        stops = tuple(range(0, 61, 2))
-        self.hold(
-            candidate,
-            dtype,
-            {"min_tokens": 2, "output": (4,), "stop_ids": stops},
-            {"min_tokens": 1, "output": (4,), "stop_ids": stops},
-            {"temperature": 0.0, "min_tokens": 1, "stop_ids": stops},
-        )
-
-    def test_everything_at_once(self, candidate: Candidate, dtype: str) -> None:
-        everything: dict[str, Any] = {
-            "temperature": 0.6,
-            "top_k": 8,
-            "top_p": 0.9,
-            "min_p": 0.01,
-            "repetition_penalty": 0.8,
-            "frequency_penalty": 0.3,
-            "logit_bias": {1: 9.0, 3: -9.0},
-            "prompt": _PROMPT,
-            "output": (6,),
-            "min_tokens": 3,
-            "stop_ids": (2, 4),
-        }
-        self.hold(candidate, dtype, everything, {"temperature": 0.0}, everything | {"top_k": 0}, {})
-
-    def test_large_vocabularies(self, candidate: Candidate, dtype: str) -> None:
-        """Flat and peaked rows of thousands of tokens."""
-        vocab = 1009 if self.grid == "small" else 5003
-        kinds: list[dict[str, Any]] = [
-            {},
-            {"top_p": 0.9},
-            {"temperature": 0.3, "top_p": 0.99},
-            {"temperature": 0.1, "min_p": 0.001},
-            {"top_k": 700},
-        ]
-        openings = [self.opening(slot, **kind) for slot, kind in enumerate(kinds)]
-        sampler = self.make(candidate, openings, vocab)
-        for position, size in enumerate((0.0, 0.5, 8.0)):
-            logits = self.logits(len(kinds), vocab, dtype, seed=position, size=size)
-            ids = self.sample(sampler, logits, range(len(kinds)), [position] * len(kinds)).ids.tolist()
-            self.hold_choices(ids, logits, openings, position, dtype)
-
-    @pytest.mark.parametrize(
-        ("row", "kind", "allowed"), _SUPPORT, ids=[f"{kind}-{i}" for i, (_, kind, _) in enumerate(_SUPPORT)]
-    )
-    def test_exact_support(
-        self, candidate: Candidate, row: list[float], kind: dict[str, Any], allowed: set[int]
-    ) -> None:
-        """Equal logits: who is in the set is a matter of ids, and everyone in it must turn up."""
-        counts = self.count(
-            candidate, torch.tensor(row, dtype=torch_dtype(self.dtypes[0])), 500 if self.grid != "small" else 200, kind
-        )
-        check(set(counts) == allowed, f"{row} with {kind} gave {sorted(counts)}, must be {sorted(allowed)}")
-
-    @pytest.mark.parametrize("kind", _DISTRIBUTIONS, ids=str)
-    def test_distribution(self, candidate: Candidate, kind: dict[str, Any]) -> None:
-        """Chi-square over seeds and positions, at 99.99 %."""
-        logits = torch.tensor([2.0, 1.5, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.0, -2.0])
-        draws = 1_000 if self.grid == "small" else 20_000
-        expected = choose(logits, self.opening(0, **kind), 0).probabilities
-        counts = self.count(candidate, logits.to(torch_dtype(self.dtypes[0])), draws, kind)
-        possible = [token for token, p in enumerate(expected.tolist()) if p > 0]
-        check(set(counts) <= set(possible), f"{sorted(set(counts) - set(possible))} were chosen, and can't be")
-        statistic = sum(
-            (counts.get(t, 0) - draws * float(expected[t])) ** 2 / (draws * float(expected[t])) for t in possible
-        )
-        limit = chi_square_limit(len(possible) - 1)
-        check(statistic < limit, f"chi-square {statistic:.1f} of {draws} draws is above {limit:.1f}: {counts}")
-
-    def count(self, candidate: Candidate, row: Tensor, draws: int, kind: dict[str, Any]) -> dict[int, int]:
-        """How often each token is chosen over 100 seeds and as many positions as it takes."""
-        openings = [self.opening(slot, **{**kind, "seed": child_seed(77, slot)}) for slot in range(100)]
-        sampler = self.make(candidate, openings, row.shape[0])
-        logits = row.to(self.device).expand(100, -1).contiguous()
-        counts: dict[int, int] = {}
-        for position in range(draws // 100):
-            sampler.open(openings)  # forget what was chosen
-            for token in self.sample(sampler, logits, range(100), [position] * 100).ids.tolist():
-                counts[token] = counts.get(token, 0) + 1
-        return counts
 
     # -- noise and independence
 
@@ -450,7 +201,7 @@ class SamplerSuite(Suite, standard=True):
             {"temperature": 0.7},
             {"temperature": 0.7, "top_k": 5},
             {"temperature": 1.5, "top_p": 0.5},
-            {"min_p": 0.1, "repetition_penalty": 1.5, "prompt": _PROMPT},
+            {"min_p": 0.1, "repetition_penalty": 1.5, "prompt": PROMPT},
         ]
         kinds = [kind | {"logprobs": 12, "logprobs_mode": "processed"} for kind in kinds]
         greedy: dict[str, Any] = {
@@ -468,24 +219,6 @@ class SamplerSuite(Suite, standard=True):
         row = adjust(logits[4].cpu(), openings[4]).log_softmax(-1)
         self.hold_logprobs(out.logprobs, 4, row, int(out.ids[4]), 3)
 
-    def hold_logprobs(self, found: LogprobTensors | None, at: int, expected: Tensor, chosen: int, top: int) -> None:
-        """Row `at` must be the log-probabilities `expected` [V] of the chosen id and of the `top` most probable."""
-        if found is None:
-            raise AssertionError("no log-probabilities, though rows ask for them")
-        expected = expected.cpu()
-        compare(found.chosen[at], expected[chosen], _LOGPROB, f"row {at}: the chosen token {chosen}")
-        values, ids = expected.sort(descending=True, stable=True)
-        compare(found.top_values[at, :top], values[:top], _LOGPROB, f"row {at}: the {top} most probable")
-        told = found.top_ids[at, :top].tolist()
-        likely = int((values[:top] > -torch.inf).sum())
-        compare(expected[told[:likely]], values[:likely], _LOGPROB, f"row {at}: the values of the ids {told}")
-        equal = [
-            i
-            for i in range(1, likely)
-            if values[i] == values[i - 1] and ids[i - 1 : i + 1].tolist() != told[i - 1 : i + 1]
-        ]
-        check(not equal, f"row {at}: of equals the lower id comes first: {told}, must be {ids[:top].tolist()}")
-
     def test_score(self, candidate: Candidate, dtype: str) -> None:
         """Prompt log-probabilities: of given targets, with the most probable ones."""
         sampler = self.make(candidate, [self.opening(0)], 30)
@@ -497,21 +230,6 @@ class SamplerSuite(Suite, standard=True):
             self.hold_logprobs(found, row, logits[row].double().log_softmax(-1), target, 4)
         none = sampler.score(logits, torch.tensor(targets, device=self.device), 0)
         check(none.top_ids.shape == (4, 0), f"top 0 gave ids of {tuple(none.top_ids.shape)}")
-
-    # -- drafts
-
-    def verify_rows(self, queries: Sequence[Sequence[int]], positions: Sequence[int]) -> VerifyRows:
-        """A row a slot: the last token, then its drafts."""
-        starts = [sum(len(row) for row in queries[:at]) for at in range(len(queries) + 1)]
-        return VerifyRows(
-            slots=torch.arange(len(queries), device=self.device),
-            query_start=torch.tensor(starts, dtype=torch.int32, device=self.device),
-            positions=torch.tensor(positions, device=self.device),
-            ids=torch.tensor([id for row in queries for id in row], device=self.device),
-            parents=None,
-            probs=None,
-            host_slots=tuple(range(len(queries))),
-        )
 
     def test_verify_keeps_what_sampling_would_have_chosen(self, candidate: Candidate, dtype: str) -> None:
         """Chains of drafts that are right up to some point: what is kept, its count and path, and the state after it

@@ -402,19 +402,20 @@ def test_claims_that_are_refused_fail() -> None:
 
 class Synchronises(Reference):
     def forward(self, q: Tensor, *others: Any) -> Tensor:
-        assert q.isfinite().all()
+        q.sum().item()
         return super().forward(q, *others)
 
 
-class Capturable(Reference):
-    """Records what the host computed from this step's lengths."""
+class RecordsLengths(Reference):
+    """Takes this step's lengths to the host, so that a graph can't follow."""
 
     capturable = True
 
     def plan(self, rows: Rows, layer: AttentionLayer, workspace: Any) -> TorchPlan:
-        return super().plan(replace(rows, kv_len=rows.kv_len.clone()), layer, workspace)
+        return super().plan(replace(rows, kv_len=torch.tensor(rows.kv_len.tolist()).to(rows.kv_len)), layer, workspace)
 
 
 @pytest.mark.gpu
-def test_waiting_for_the_device_is_caught() -> None:
+def test_what_only_a_device_shows_is_caught() -> None:
     assert failed(suite_of(Synchronises, device="cuda")) == {"test_does_not_synchronise"}
+    assert failed(suite_of(RecordsLengths, device="cuda"), "capturable") == {"test_capturable"}

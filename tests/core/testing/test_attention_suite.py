@@ -395,6 +395,12 @@ def test_right_ones_pass_what_they_claim(part: type, claim: str) -> None:
     assert {o.case for o in outcomes if o.test == test and o.result == "passed"}
 
 
+def test_every_standard_test_catches_something() -> None:
+    elsewhere = {"test_large_scores", "test_entries_past_two_to_the_31", "test_does_not_synchronise", "test_capturable"}
+    base = {"test_serves_what_is_declared", "test_standard_tests_stand"}
+    assert set().union(elsewhere, base, *(tests for _, tests in BROKEN)) == AttentionSuite.standard_tests()
+
+
 def test_claims_that_are_refused_fail() -> None:
     for declared in ({"claims": ("batch_invariant",)}, {"kv_dtypes": ("int8",)}, {"dtypes": ("float32", "int32")}):
         assert "test_serves_what_is_declared" in failed(suite_of(Reference, **declared), "declared")

@@ -305,3 +305,20 @@ def test_what_is_declared_must_be_written() -> None:
     assert failed(suite_of(TorchOps, layouts=("hnd",)), "writes_a_layout") == {"test_writes_a_layout"}
     suite = suite_of(TorchOps, activations=("silu", "relu2"))
     assert failed(suite, "declared") == {"test_serves_what_is_declared"}
+
+
+def test_every_standard_test_catches_something() -> None:
+    elsewhere = {"test_entries_past_two_to_the_31", "test_writes_a_layout", "test_does_not_synchronise"}
+    base = {"test_serves_what_is_declared", "test_standard_tests_stand"}
+    assert set().union(elsewhere, base, *(tests for _, tests in BROKEN)) == OpsSuite.standard_tests()
+
+
+class Waits(TorchOps):
+    def gated(self, x: Tensor, activation: Any) -> Tensor:
+        x.sum().item()
+        return super().gated(x, activation)
+
+
+@pytest.mark.gpu
+def test_waiting_for_the_device_is_caught() -> None:
+    assert failed(suite_of(Waits, device="cuda")) == {"test_does_not_synchronise"}

@@ -356,6 +356,26 @@ def test_right_ones_pass_what_they_claim() -> None:
     assert failed(suite_of(Reference, claims=("batch_invariant",)), "declared") == {"test_serves_what_is_declared"}
 
 
+def test_every_standard_test_catches_something() -> None:
+    elsewhere = {"test_skipped_modules_are_dense", "test_does_not_synchronise"}
+    base = {"test_serves_what_is_declared", "test_standard_tests_stand"}
+    assert set().union(elsewhere, base, *(tests for _, tests in BROKEN)) == QuantizerSuite.standard_tests()
+
+
+class Waits(Reference):
+    class Linear(Plain):
+        def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+            x.sum().item()
+            return super().multiply(x, bias)
+
+    made = Linear
+
+
+@pytest.mark.gpu
+def test_waiting_for_the_device_is_caught() -> None:
+    assert failed(suite_of(Waits, device="cuda")) == {"test_does_not_synchronise"}
+
+
 def test_an_error_beyond_the_declared_one_fails() -> None:
     class Rounds(Skips):
         @classmethod

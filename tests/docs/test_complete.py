@@ -13,6 +13,7 @@ import pytest
 import typer
 
 import pegboard
+import pegboard.testing
 from pegboard import EngineConfig, Part, Registry, Request, RequestMetrics, SamplingParams
 from pegboard.cli.main import app
 from pegboard.config import PartChoice, PluginsConfig
@@ -21,6 +22,8 @@ from pegboard.contracts.part import OBJECTIVES, ROLES
 from pegboard.contracts.scheduler import FinishReason
 from pegboard.registry.hookspecs import ObserverSpec, PluginSpec
 from pegboard.registry.interfaces import INTERFACES
+from pegboard.testing import AttentionSuite, OpsSuite, QuantizerSuite, SamplerSuite, Suite
+from pegboard.testing.conformance import TOLERANCES
 
 ROOT = Path(__file__).parents[2]
 #: Made by `make support` from the tests that passed, so it may not be here yet.
@@ -216,6 +219,35 @@ def test_every_hook_is_listed_with_its_arguments() -> None:
         assert not missing, f"{hook}: {missing}"
     described = code(section("plugins.md", "`observer`"))
     assert {"host", *(field.name for field in msgspec.structs.fields(StepTimes))} <= described
+
+
+# -- testing.md
+
+
+def test_every_public_name_for_testing_is_in_its_guide() -> None:
+    missing = set(pegboard.testing.__all__) - code(text_of("testing.md"))
+    assert not missing
+
+
+def test_what_every_suite_is_told_has_its_row() -> None:
+    declared = {name for name in Suite.__annotations__ if not name.startswith("_")}
+    assert set(rows("testing.md", "attribute")) == declared - {"role", "features", "axes"}
+
+
+@pytest.mark.parametrize("suite", [AttentionSuite, OpsSuite, QuantizerSuite, SamplerSuite])
+def test_a_suites_section_names_its_features_and_lists(suite: type[Suite]) -> None:
+    marked = code(section("testing.md", f"`{suite.__name__}`"))
+    lists = set(suite.axes.values()) - {"dtypes"}
+    missing = (set(suite.features) | lists) - marked
+    assert not missing
+
+
+def test_tolerances_have_their_rows() -> None:
+    table = rows("testing.md", "dtype")
+    assert {name: float(cells[0]) for name, cells in table.items()} == {
+        name: tolerance.absolute for name, tolerance in TOLERANCES.items()
+    }
+    assert all(tolerance.absolute == tolerance.relative for tolerance in TOLERANCES.values())
 
 
 # -- cli.md

@@ -64,8 +64,8 @@ class Faults:
 
     A phase is a method of the role's contract: "attention.forward", "cache.reserve", "executor.launch", ...; an
     attention backend may be put in for decode rows alone, as "decode_attention.forward". Calls are counted over all
-    parts that the plugin has made, from 1, whoever calls. Each part is one of Pegboard's own, or the class given to `wrap`, with its
-    methods watched. Safe from any thread; state faults before the engine is made.
+    parts that the plugin has made, from 1, whoever calls. Each part is one of Pegboard's own, or the class given to
+    `wrap`, with its methods watched. Safe from any thread; state faults before the engine is made.
     """
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from pegboard.contracts.cache import CacheManager, CacheNeed
 
 from .cache_use import PAGE_SIZE, WINDOW, CacheUse, make_need
 from .conformance import Candidate, Suite, check
+from .raising import raises
 
 #: No two tokens alike.
 TEXT = tuple(range(100, 196))
@@ -571,13 +572,3 @@ def unchanged(cache: CacheManager, before: tuple[Any, ...], after: str) -> None:
     told = [*changes.copies, *changes.moves, *changes.updates]
     check(not told, f"{after} gives the device something to learn: {told}")
     cache.check_integrity()
-
-
-def raises(kind: type[Exception], call: Callable[[], Any], what: str) -> None:
-    try:
-        call()
-    except kind:
-        return
-    except Exception as error:
-        raise AssertionError(f"{what}: {type(error).__name__} where {kind.__name__} is right: {error}") from error
-    raise AssertionError(f"{what}: nothing was raised, {kind.__name__} is right")

@@ -128,11 +128,10 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def run_cache_machine(
-    make: Make, kinds: Sequence[tuple[str, ...]], prefix_unit: int, *, examples: int, steps: int, shrink: bool = True
+    make: Make, kinds: Sequence[tuple[str, ...]], prefix_unit: int, *, examples: int, steps: int
 ) -> None:
-    """Raises, with the shortest calls that were found (unless `shrink` is off), where a rule is broken."""
+    """Raises, with the shortest calls that were found, where a rule is broken."""
     fields = {"make": staticmethod(make), "kinds": kinds, "prefix_unit": prefix_unit}
-    phases = [Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if shrink else [])]
     run_state_machine_as_test(
         type("Machine", (CacheMachine,), fields),
         settings=settings(
@@ -140,7 +139,7 @@ def run_cache_machine(
             stateful_step_count=steps,
             deadline=None,
             database=None,
-            phases=phases,
+            phases=[Phase.explicit, Phase.generate, Phase.shrink],
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )

@@ -132,6 +132,12 @@ class SchedulerUse:
         self.take(self.scheduler.commit(result))
         return plan is not None or result is not None
 
+    def drain(self) -> None:
+        """Retire what flies, and plan nothing meanwhile."""
+        while (result := self.device.retire(0)) is not None:
+            self._flying.pop(0)
+            self.take(self.scheduler.commit(result))
+
     def lose(self) -> tuple[set[str], str]:
         """The oldest step in flight raises instead of retiring: the sequences in it that are live, and the reason."""
         error = "the device is gone"

@@ -218,7 +218,7 @@ class SpeculatorSuite(Suite, standard=True):
     def test_the_same_history_gives_the_same_drafts(
         self, make: Callable[..., Speculator], spec: SpeculatorSpec
     ) -> None:
-        """Another speculator, and the same one asked again: to propose changes nothing, since drafts may be rejected."""
+        """Another speculator, and the same one again: to propose changes nothing, since drafts may be rejected."""
         histories = some_histories()
         made = make(histories)
         first = self.drafts_of(made, spec, histories).ids.clone()

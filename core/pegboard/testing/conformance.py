@@ -18,6 +18,7 @@ from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,13 +29,6 @@ from ..errors import ConfigError, PluginError
 from ..registry.options import nearest
 from ..registry.parts import RegisteredPart
 from ..registry.registry import Registry
-
-try:
-    import pytest
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "the conformance suites of pegboard.testing are pytest tests, and pytest is not installed: `pip install pytest`"
-    ) from error
 
 Grid = Literal["small", "normal", "full"]
 
@@ -240,11 +234,11 @@ def compare(found: Tensor, expected: Tensor, tolerance: Tolerance, what: str) ->
     check(found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     excess = (found - expected).abs() - tolerance.absolute - tolerance.relative * expected.abs()
-    wrong = ~((excess <= 0) | (found == expected))  # so that NaN is wrong, and equal infinities are right
+    wrong = ~((excess <= 0) | (found == expected)).contiguous()  # so that NaN is wrong, and equal infinities are right
     if not wrong.any():
         return
     worst = excess.masked_fill(excess.isnan(), torch.inf).masked_fill(~wrong, -torch.inf).flatten().argmax()
-    place = tuple(int(i) for i in torch.unravel_index(worst, found.shape))
+    place = tuple((int(worst) // stride) % extent for stride, extent in zip(wrong.stride(), wrong.shape, strict=True))
     raise AssertionError(
         f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ; at {place} {float(found[place])!r}, expected "
         f"{float(expected[place])!r} within {tolerance.absolute:g} + {tolerance.relative:g} of it"
@@ -311,7 +305,7 @@ def run_suite(suite: type[Suite], keyword: str = "") -> tuple[Outcome, ...]:
     with TemporaryDirectory() as folder:
         place = Path(folder, "suite")
         place.touch()
-        arguments = [str(place), "-c", os.devnull, "--rootdir", folder, "--noconftest", "-q", "-s", "--tb=short"]
+        arguments = [str(place), "-c", os.devnull, "--rootdir", folder, "--noconftest", "-q", "-s", "--tb=native"]
         arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler", "-k", keyword]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = pytest.main(arguments, plugins=[runner])

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -30,8 +30,8 @@ PLACES: Final[Mapping[str, str]] = {
     "checkpoint": "checkpoint",
 }
 
-#: Above every other part of its role, so that a model or checkpoint that fails is the one that is chosen.
-_PRIORITY: Final = 1_000_000
+#: Roles whose parts no field of the config names.
+_UNNAMED: Final = ("model", "checkpoint")
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,15 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     #: Which call it was, from 1.
     call: int
+
+
+class _Base(NamedTuple):
+    """A part that is made to fail."""
+
+    name: str
+    factory: type
+    options: type | None
+    matches: tuple[str, ...]
 
 
 class _Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +79,7 @@ class Faults:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bases: dict[str, tuple[type, Any]] = {}
+        self._bases: dict[str, _Base] = {}
         self._faults: dict[str, list[_Fault]] = {}
         self._counts: dict[str, int] = {}
         self._hits: list[Hit] = []
@@ -101,11 +110,11 @@ class Faults:
             raise ValueError(f"a delay of {seconds} seconds")
         self._add(where, _Fault(call=call, times=times, before=functools.partial(time.sleep, seconds)))
 
-    def wrap(self, place: str, factory: type, options: type | None = None) -> None:
+    def wrap(self, place: str, factory: type, options: type | None = None, matches: Sequence[str] = ()) -> None:
         """Let the part of this place ("cache", "decode_attention", ...) be a `factory` that takes `options`, instead
-        of Pegboard's own. For a model: call it before `fail`, with `matches` as a class attribute's value there."""
+        of Pegboard's own; `matches` as in its `Part` (models, checkpoints, quantizers)."""
         _role(place)
-        self._bases[place] = (factory, options)
+        self._bases[place] = _Base(_name(place), factory, options, tuple(matches))
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -132,7 +141,7 @@ class Faults:
     def settings(self) -> dict[str, Any]:
         """For the engine: each field of the config whose part has faults, with that part's name. Models and checkpoints
         need none: the part that fails comes before all others."""
-        return {place: _name(place) for place in self._places() if place not in ("model", "checkpoint")}
+        return {place: _name(place) for place in self._places() if place not in _UNNAMED}
 
     @hookimpl
     def pegboard_parts(self) -> Sequence[Part]:
@@ -142,37 +151,38 @@ class Faults:
         return sorted({where.partition(".")[0] for where in self._faults})
 
     def _parts(self, place: str) -> list[Part]:
-        role = PLACES[place]
-        if place in self._bases:
-            factory, options = self._bases[place]
-            matches = tuple(getattr(factory, "matches", ()))
-            return [self._part(place, _name(place), factory, options, matches)]
-        own = self._registry.parts(role)
-        if role not in ("model", "checkpoint"):
-            own = (max(own, key=lambda entry: (entry.part.priority, "auto" in entry.part.matches, _plain(entry))),)
+        phases = sorted(where.partition(".")[2] for where in self._faults if where.partition(".")[0] == place)
+        first = PLACES[place] in _UNNAMED
         return [
-            self._part(
-                place,
-                _name(place) if len(own) == 1 else f"{_name(place)}-{entry.part.name}",
-                entry.load(),
-                entry.options_model(),
-                entry.part.matches,
+            Part(
+                role=PLACES[place],
+                name=base.name,
+                factory=self._faulty(place, phases, base.factory),
+                options=base.options,
+                summary=f"{base.factory.__name__} that fails on purpose in {', '.join(phases)}",
+                # Chosen by what they recognise, so they must come before the parts that they stand for.
+                priority=1_000_000 if first else 0,
+                matches=base.matches,
             )
-            for entry in own
+            for base in self._bases_of(place)
         ]
 
-    def _part(self, place: str, name: str, base: type, options: Any, matches: tuple[str, ...]) -> Part:
-        phases = {where.partition(".")[2] for where in self._faults if where.partition(".")[0] == place}
-        watched = {phase: self._watched(f"{place}.{phase}", getattr(base, phase)) for phase in sorted(phases)}
-        return Part(
-            role=PLACES[place],
-            name=name,
-            factory=type(f"Faulty{base.__name__}", (base,), watched),
-            options=options,
-            summary=f"{base.__name__} that fails on purpose in {', '.join(sorted(phases))}",
-            priority=_PRIORITY if PLACES[place] in ("model", "checkpoint") else 0,
-            matches=matches,
-        )
+    def _bases_of(self, place: str) -> list[_Base]:
+        """What is made to fail: the class given to `wrap`, or the parts that an engine would take."""
+        if place in self._bases:
+            return [self._bases[place]]
+        own = self._registry.parts(PLACES[place])
+        if PLACES[place] in _UNNAMED:
+            return [
+                _Base(f"{_name(place)}-{entry.part.name}", entry.load(), entry.options_model(), entry.part.matches)
+                for entry in own
+            ]
+        best = max(own, key=lambda entry: ("none" in entry.part.matches, entry.part.priority))
+        return [_Base(_name(place), best.load(), best.options_model(), best.part.matches)]
+
+    def _faulty(self, place: str, phases: Sequence[str], base: type) -> type:
+        methods = {phase: self._watched(f"{place}.{phase}", getattr(base, phase)) for phase in phases}
+        return type(f"Faulty{base.__name__}", (base,), methods)
 
     def _watched(self, where: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -215,11 +225,6 @@ def _role(place: str) -> str:
 
 def _name(place: str) -> str:
     return f"faulty-{place}"
-
-
-def _plain(entry: Any) -> bool:
-    """Whether it takes checkpoints as they are, where that is a matter of choice."""
-    return "none" in entry.part.matches
 
 
 def _phases(role: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -272,6 +273,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_rule_is_caught_by_its_test(broken: type[DecoderModel], folder: Path) -> None:
-    outcomes = run_suite(type("Broken", (Tiny,), {"part": broken, "folder": folder}))
-    failed = {outcome.test for outcome in outcomes if outcome.result == "failed"}
-    assert failed == set(BROKEN[broken].split())
+    """And by no other than those that the table names: with PEGBOARD_FULL the whole suite is run for that."""
+    own, *others = BROKEN[broken].split()
+    full = bool(os.environ.get("PEGBOARD_FULL"))
+    suite = type("Broken", (Tiny,), {"part": broken, "folder": folder})
+    failed = {outcome.test for outcome in run_suite(suite, "" if full else own) if outcome.result == "failed"}
+    assert failed == ({own, *others} if full else {own})

@@ -57,7 +57,8 @@ class ModelSuite(Suite, standard=True):
         """ids [n] int64 -> logits [n, V] of the checkpoint in float32. By transformers unless overridden."""
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model.eval()
 
         def run(ids: Tensor) -> Tensor:
             with torch.no_grad():

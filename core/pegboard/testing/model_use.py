@@ -166,7 +166,7 @@ class ModelUse:
                 max_length=self.max_length,
             )
 
-        sides = [(backend, options, need(phase)) for phase in ("prefill", "decode")]  # type: ignore[arg-type]
+        sides = [(backend, options, need(phase)) for phase in ("prefill", "decode")]
         groups = make_groups(self.spec.layers, sides[0], sides[1], self.ops)
         each = -(-self.max_length // PAGE_SIZE)
         pages = [1 + SLOTS * (1 if group.kind == "state" else each) for group in groups]
@@ -207,4 +207,4 @@ class ModelUse:
         """[n, V] for each row of n tokens, float32 on the CPU. Rows of one token must come first."""
         hidden = self.forward(*rows).hidden
         logits = self.model.logits(hidden, self.ops).float().cpu()
-        return list(logits.split([len(tokens) for _, tokens, _ in rows]))
+        return list(torch.split(logits, [len(tokens) for _, tokens, _ in rows]))

@@ -308,7 +308,7 @@ class SchedulerSuite(Suite, standard=True):
                 check(not wrong, f"{wrong} were in no step that was lost, and end otherwise than alone")
                 use.hold_outputs()
                 use.hold_pages()
-                raises(ValueError, lambda use=use: use.scheduler.fail(10_000, "?"), "fail of a step that never was")
+                raises(ValueError, partial(use.scheduler.fail, 10_000, "?"), "fail of a step that never was")
 
     def test_a_failed_row_hurts_no_other(self, make_use: MakeUse, depth: int) -> None:
         """NaN logits: that sequence ends with the error, and no prefix that it may have spoilt is found again."""

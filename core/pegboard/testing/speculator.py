@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import ClassVar
 
@@ -243,7 +243,7 @@ class SpeculatorSuite(Suite, standard=True):
         self,
         speculator: Speculator,
         spec: SpeculatorSpec,
-        histories: dict[int, Sequence[int]],
+        histories: Mapping[int, Sequence[int]],
         told: dict[int, int],
         random: Random,
     ) -> None:

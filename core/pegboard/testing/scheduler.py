@@ -485,6 +485,7 @@ class SchedulerSuite(Suite, standard=True):
             name = random.choice(use.live)
             check(use.scheduler.finish(name, "abort"), f"{name!r} is not live")
             use.step()
+            check(use.reason(name) == "abort", f"{name!r} was aborted, and ends with {use.reason(name)!r}")
         use.finish()
 
     def test_random_use(self, candidate: Candidate) -> None:

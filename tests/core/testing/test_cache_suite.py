@@ -369,7 +369,8 @@ def quick_collections() -> Iterator[None]:
 
 
 def suite_of(broken: type[CacheManager]) -> type[CacheSuite]:
-    fields = {"part": broken, "options": PagedOptions(), "claims": ("prefixes", "windows", "states"), "prefix_unit": 16}
+    claims = ("prefixes", "windows", "states")
+    fields = {"part": broken, "options": PagedOptions(), "claims": claims, "prefix_unit": 16, "grid": "normal"}
     return type("Broken", (CacheSuite,), fields)
 
 

@@ -63,6 +63,7 @@ class Mine:
 # -- isolation
 
 
+@pytest.mark.supports("Engine", "engines that don't see what else is installed, for tests")
 def test_what_else_is_installed_is_not_seen(install: Callable[..., None], tiny_path: Path) -> None:
     install("some-dist")
     install("broken-dist", "raise RuntimeError('at import')")
@@ -134,6 +135,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.supports("Engine", "faults put into any phase of any part, for tests of apps")
 @pytest.mark.parametrize("where", PHASES)
 def test_a_fault_in_any_phase_ends_requests_and_not_the_engine(
     tiny_path: Path, right: list[tuple[int, ...]], where: str

@@ -389,7 +389,8 @@ def quick_collections() -> Iterator[None]:
 
 def suite_of(broken: type[Scheduler]) -> type[SchedulerSuite]:
     claims = ("drafts", "preemption", "priorities", "ageing")
-    return type("Broken", (SchedulerSuite,), {"part": broken, "options": ContinuousOptions(), "claims": claims})
+    fields = {"part": broken, "options": ContinuousOptions(), "claims": claims, "grid": "normal"}
+    return type("Broken", (SchedulerSuite,), fields)
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)

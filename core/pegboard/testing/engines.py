@@ -34,7 +34,7 @@ class IsolatedEngine(Engine):
     """An Engine whose `plugins` are all that it sees beside Pegboard's own parts. Those that are named as
     distributions may be chosen automatically, as if `plugins.allow` listed them."""
 
-    def __init__(self, model: str | Path, *, plugins: Sequence[object] = (), **settings: Any) -> None:
+    def __init__(self, model: str | Path | None = None, *, plugins: Sequence[object] = (), **settings: Any) -> None:
         """`plugins`: plugin objects, and names of installed distributions. `settings` as for Engine.
 
         PluginError: a distribution that is not installed; else as Engine."""
@@ -50,7 +50,7 @@ class IsolatedEngine(Engine):
 
 @contextlib.contextmanager
 def isolated_engine(
-    model: str | Path, *, plugins: Sequence[object] = (), device: str = "cpu", **settings: Any
+    model: str | Path | None = None, *, plugins: Sequence[object] = (), device: str = "cpu", **settings: Any
 ) -> Iterator[Engine]:
     """An IsolatedEngine, closed at the end. `settings` are those of Engine.
 

@@ -6,7 +6,6 @@ import gc
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -297,9 +296,9 @@ class CheckpointSuite(Suite, standard=True):
 
     def test_listing_reads_no_data(self, candidate: Candidate, tmp_path: Path) -> None:
         """Names, shapes and config of a file of any size come from its header: what is touched is counted (Linux)."""
-        if sys.platform != "linux":
+        if not Path("/proc/self/io").exists():
             pytest.skip("needs Linux's /proc to count what is read")
-        rows = 1 << 17
+        rows = 1 << 16
         tensors = self.tensors()
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = torch.zeros(rows, 64)

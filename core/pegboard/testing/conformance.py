@@ -301,12 +301,15 @@ def run_suite(suite: type[Suite], keyword: str = "") -> tuple[Outcome, ...]:
     """Run a suite in this process, wherever its class was defined, and say how each case went.
 
     `keyword` selects tests as pytest's -k does."""
-    runner = _Runner(suite)
-    with TemporaryDirectory() as folder:
-        place = Path(folder, "suite")
-        place.touch()
-        arguments = [str(place), "-c", os.devnull, "--rootdir", folder, "--noconftest", "-q", "-s", "--tb=native"]
-        arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler", "-k", keyword]
+    with TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        runner = _Runner(suite, folder / "suite")
+        runner.place.touch()
+        arguments = [str(runner.place), "-k", keyword, "-c", os.devnull, "-q", "-s", "--tb=native", "--noconftest"]
+        arguments += [f"--rootdir={folder}", f"--confcutdir={folder}"]
+        # What these watch, the session around does, if there is one
+        for plugin in ("cacheprovider", "faulthandler", "logging", "threadexception", "unraisableexception"):
+            arguments += ["-p", f"no:{plugin}"]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             status = pytest.main(arguments, plugins=[runner])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -317,11 +320,15 @@ def run_suite(suite: type[Suite], keyword: str = "") -> tuple[Outcome, ...]:
 class _Runner:
     """A pytest plugin that collects one class and keeps the reports."""
 
-    def __init__(self, suite: type[Suite]) -> None:
+    def __init__(self, suite: type[Suite], place: Path) -> None:
+        #: An empty file, since pytest collects files.
+        self.place = place
         self._suite = suite
         self._reports: dict[str, list[pytest.TestReport]] = {}
 
-    def pytest_collect_file(self, parent: pytest.Collector, file_path: Path) -> pytest.Module:
+    def pytest_collect_file(self, parent: pytest.Collector, file_path: Path) -> pytest.Module | None:
+        if file_path != self.place:
+            return None
         module = pytest.Module.from_parent(parent, path=file_path)
         made = ModuleType("suite")
         made.TestSuite = self._suite  # type: ignore[attr-defined]

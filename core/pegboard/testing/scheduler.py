@@ -486,7 +486,10 @@ class SchedulerSuite(Suite, standard=True):
             check(use.scheduler.finish(name, "abort"), f"{name!r} is not live")
             use.step()
             check(use.reason(name) == "abort", f"{name!r} was aborted, and ends with {use.reason(name)!r}")
-        use.finish()
+        use.run()
+        use.hold("ends")
+        use.hold_outputs()
+        use.hold_pages()
 
     def test_random_use(self, candidate: Candidate) -> None:
         """Any order of calls, with steps that are lost: all rules hold after each (hypothesis)."""

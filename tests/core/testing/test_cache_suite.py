@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any, Self
 
@@ -357,15 +356,6 @@ BROKEN: dict[type[CacheManager], str] = {
     Leaks: "test_nothing_leaks",
     Chancy: "test_the_same_calls_give_the_same_pages",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """A session of pytest collects garbage when it ends: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def suite_of(broken: type[CacheManager]) -> type[CacheSuite]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import struct
@@ -251,15 +250,6 @@ BROKEN: dict[type[Checkpoint], str] = {
     Reads: "test_close_gives_the_files_back",
     Clings: "test_what_is_refused_is_let_go",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """A session of pytest collects garbage when it ends: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any, Self
 
@@ -202,15 +201,6 @@ BROKEN: dict[type[Speculator], str] = {
     Remembers: "test_a_slot_that_is_opened_again_forgets",
     Scribbles: "test_nothing_that_is_given_changes",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """A session of pytest collects garbage when it ends: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)

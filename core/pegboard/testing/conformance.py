@@ -158,6 +158,11 @@ class Suite:
         return not next(c for c in cls.__mro__ if attribute in vars(c)).__dict__.get("_is_standard", False)
 
     @classmethod
+    def standard_tests(cls) -> frozenset[str]:
+        """Names of the tests that must stand."""
+        return frozenset(cls._standard)
+
+    @classmethod
     def declared_needs(cls) -> Iterable[tuple[str, Any]]:
         """(what is declared, a need that follows from it) of everything that the part must serve."""
         return ()

@@ -87,7 +87,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 3 layers, 4 query and 2 KV heads, vocabulary 211, context 512, no tokenizer."""
     from pegboard.testing.tiny import tiny_model
 
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model", tokenizer=False)
 
 
 @pytest.fixture

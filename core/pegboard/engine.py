@@ -70,8 +70,7 @@ class Engine:
         if isinstance(plugins, Mapping):  # the config's field of that name
             settings["plugins"], plugins = plugins, ()
         loaded = engine_config(model, config, settings)
-        registry = Registry.discover(plugins)
-        assembled = assemble(loaded, registry, plugins)
+        assembled = assemble(loaded, self._discover(plugins), plugins)
         self.config = loaded
         self.plan = assembled.plan
         self.decisions = assembled.decisions
@@ -110,6 +109,10 @@ class Engine:
     ) -> Self:
         """An engine from a TOML, YAML or JSON file, a mapping or a config; `settings` override."""
         return cls(config=source, plugins=plugins, **settings)
+
+    def _discover(self, plugins: Sequence[object]) -> Registry:
+        """What the parts are chosen from. An engine for tests sees less (`pegboard.testing.engines`)."""
+        return Registry.discover(plugins)
 
     # -- asking
 

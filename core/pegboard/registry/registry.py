@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Self
 
@@ -31,8 +31,9 @@ class Registry:
         )
 
     @classmethod
-    def discover(cls, plugins: Sequence[object] = (), *, entry_points: bool = True) -> Self:
-        """Everything installed (unless `entry_points` is off) and `plugins`, objects that implement `pegboard_parts`.
+    def discover(cls, plugins: Sequence[object] = (), *, entry_points: bool | Collection[str] = True) -> Self:
+        """Everything installed (nothing of it if `entry_points` is off; only the distributions that it names if it is
+        a collection) and `plugins`, objects that implement `pegboard_parts`.
 
         A misbehaving plugin is listed in `broken` and stops nothing here."""
         found = discover(plugins, entry_points=entry_points)

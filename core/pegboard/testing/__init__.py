@@ -10,31 +10,51 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import AttentionSuite as AttentionSuite
+    from .cache import CacheSuite as CacheSuite
+    from .checkpoint import CheckpointSuite as CheckpointSuite
     from .clock import FakeClock as FakeClock
     from .conformance import Candidate as Candidate
     from .conformance import Outcome as Outcome
     from .conformance import Suite as Suite
     from .conformance import Tolerance as Tolerance
     from .conformance import run_suite as run_suite
+    from .engines import IsolatedEngine as IsolatedEngine
+    from .engines import isolated_engine as isolated_engine
+    from .engines import isolated_registry as isolated_registry
+    from .faulty import Faults as Faults
+    from .model import ModelSuite as ModelSuite
     from .ops import OpsSuite as OpsSuite
     from .quantizer import QuantizerSuite as QuantizerSuite
     from .sampler import SamplerSuite as SamplerSuite
+    from .scheduler import SchedulerSuite as SchedulerSuite
     from .simulated import SimulatedDevice as SimulatedDevice
+    from .speculator import SpeculatorSuite as SpeculatorSuite
     from .tiny import tiny_model as tiny_model
+    from .tiny import write_tokenizer as write_tokenizer
 
 _HOMES = {
     "AttentionSuite": "attention",
+    "CacheSuite": "cache",
     "Candidate": "conformance",
+    "CheckpointSuite": "checkpoint",
     "FakeClock": "clock",
+    "Faults": "faulty",
+    "IsolatedEngine": "engines",
+    "ModelSuite": "model",
     "OpsSuite": "ops",
     "Outcome": "conformance",
     "QuantizerSuite": "quantizer",
     "SamplerSuite": "sampler",
+    "SchedulerSuite": "scheduler",
     "SimulatedDevice": "simulated",
+    "SpeculatorSuite": "speculator",
     "Suite": "conformance",
     "Tolerance": "conformance",
+    "isolated_engine": "engines",
+    "isolated_registry": "engines",
     "run_suite": "conformance",
     "tiny_model": "tiny",
+    "write_tokenizer": "tiny",
 }
 
 __all__ = list(_HOMES)

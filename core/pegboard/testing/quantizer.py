@@ -89,8 +89,9 @@ class QuantizerSuite(QuantizerBench, standard=True):
         for shard, partition in shards:
             for spec in (self.single(tied=tied), self.fused()) if partition is None else (self.single(),):
                 spec = msgspec.structs.replace(spec, partition=partition)
-                told = quantizer.bytes_for(spec, shard)
-                linear = quantizer.linear(spec, self.checkpoint(spec)[0], shard)
+                checkpoint = self.checkpoint(spec)[0]
+                told = quantizer.bytes_for(spec, checkpoint.tensors(), shard)
+                linear = quantizer.linear(spec, checkpoint, shard)
                 table = 0
                 if spec.tied and linear.weight is None:
                     table = spec.out_features[0] * spec.in_features * element_bytes(dtype)

@@ -587,7 +587,7 @@ def with_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    path = tiny_model(tmp_path_factory.mktemp("text") / "m", vocab_size=256)
+    path = tiny_model(tmp_path_factory.mktemp("text") / "m", vocab_size=256, tokenizer=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

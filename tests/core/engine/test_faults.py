@@ -530,7 +530,7 @@ def _with_tokenizer(folder: Path) -> Path:
 
     from pegboard.testing.tiny import tiny_model
 
-    path = tiny_model(folder / "m", vocab_size=256)
+    path = tiny_model(folder / "m", vocab_size=256, tokenizer=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -65,7 +65,7 @@ def by_bytes(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_model(tmp_path_factory.mktemp("streams") / "m", vocab_size=320)
+    folder = tiny_model(tmp_path_factory.mktemp("streams") / "m", vocab_size=320, tokenizer=False)
     TOKENIZER.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -708,7 +708,7 @@ def test_queue_time_is_not_the_first_steps_time(engine: Engine, script: Script) 
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tiny_model(tmp_path_factory.mktemp("chat") / "m", vocab_size=320)
+    folder = tiny_model(tmp_path_factory.mktemp("chat") / "m", vocab_size=320, tokenizer=False)
     TOKENIZER.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pegboard.testing import QuantizerSuite
-from pegboard_quant.int8_cpu import activation_levels
+from pegboard_quant.int8_products import best_product
 
-needs_kernels = pytest.mark.skipif(activation_levels() is None, reason="this CPU or torch multiplies no bytes")
+needs_kernels = pytest.mark.skipif(best_product() is None, reason="this CPU or torch multiplies no bytes")
 
 
 class TestDense(QuantizerSuite):

@@ -84,11 +84,11 @@ class TorchOps(Ops):
         out = linear(x)
         if activation is not None:
             out = self.gated(out, activation)
-        return out if residual is None else residual + out
+        return out if residual is None else out.add_(residual)
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return _ACTIVATIONS[activation](gate) * up
+        return _ACTIVATIONS[activation](gate).mul_(up)
 
     def rope_write(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -20,6 +20,9 @@ from .tiles import Tile, make_tiles
 
 #: A query's ancestors are the bits of a signed 64-bit integer.
 MAX_TREE_QUERIES = 63
+#: Queries of a whole prompt that a CPU attends for at a time, and the longest prompt for which that is done.
+_RUN = 64
+_LONGEST_MASK = 2048
 
 
 class OneTile:
@@ -60,6 +63,7 @@ class TorchPlan:
         self._page_size = page_size
         self._scratch: tuple[Tensor, Tensor] | None = None
         self._only: OneTile | None = None
+        self._causal: Tensor | None = None
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -84,6 +88,15 @@ class TorchPlan:
             and self.rows.ancestors is None
             and (layer.window is None or layer.window >= bounds.max_query)
         )
+
+    def causal(self, q: Tensor) -> Tensor | None:
+        """For whole prompts [R, H, n, D], 0 or -inf [n, n]; None where a run of queries is all of them, or too much."""
+        queries = q.shape[2]
+        if not _RUN < queries <= _LONGEST_MASK:
+            return None
+        if self._causal is None:
+            self._causal = q.new_full((queries, queries), -torch.inf).triu_(1)
+        return self._causal
 
     def scratch(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Two buffers [entries, K, D] for the widest tile. Fresh pages of memory cost more than the copy into them."""
@@ -169,9 +182,32 @@ def _fresh(q: Tensor, k: Tensor, v: Tensor, plan: TorchPlan) -> Tensor:
     rows, layer = plan.rows.bounds.rows, plan.layer
     q, k, v = (x.reshape(rows, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     grouped = layer.query_heads != layer.kv_heads
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=grouped).transpose(1, 2)
+    mask = plan.causal(q) if q.device.type == "cpu" else None
+    if mask is None:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=grouped)
+    else:
+        out = torch.cat(
+            [
+                scaled_dot_product_attention(
+                    q[:, :, start:end],
+                    k[:, :, :end],
+                    v[:, :, :end],
+                    attn_mask=mask[start:end, :end],
+                    scale=layer.scale,
+                    enable_gqa=grouped,
+                )
+                for start, end in _runs(q.shape[2])
+            ],
+            dim=2,
+        )
+    out = out.transpose(1, 2)
     idle = (plan.rows.kv_len == 0)[:, None, None, None]
     return out.masked_fill(idle, 0).contiguous().flatten(0, 1)
+
+
+def _runs(queries: int) -> Iterator[tuple[int, int]]:
+    """torch's kernel for CPUs computes much of what causality masks: shorter runs of queries see fewer entries."""
+    return ((start, min(start + _RUN, queries)) for start in range(0, queries, _RUN))
 
 
 def _tiled(q: Tensor, entries: Sequence[Tensor], plan: TorchPlan, sinks: Tensor | None) -> Tensor:

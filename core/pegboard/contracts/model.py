@@ -43,7 +43,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelOutput(msgspec.Struct, frozen=True, kw_only=True):
-    #: [T, E] after the last layer, before the final norm
+    #: [T, E] after the last layer, before the final norm; or [N, E], only the rows of `StepContext.outputs`
     hidden: Tensor
     #: The hidden states after the layers that a speculator asked for, in its order, each [T, E].
     taps: tuple[Tensor, ...] = ()
@@ -58,6 +58,9 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     caches: tuple[LayerCache, ...]
     #: (layer, q [T, H, D], k, v, sinks) -> [T, H, D]: decode and prefill rows by their backends.
     attend: Callable[..., Tensor]
+    #: [N] int64, N < T, ascending: the tokens whose hidden states are wanted; None: all. Once its K/V are written, the
+    #: last layer need not be computed for the others.
+    outputs: Tensor | None = None
 
 
 class ModelNeed(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,16 +47,20 @@ class DecoderLayer(msgspec.Struct, frozen=True, kw_only=True):
     mlp: GatedMLP | Experts
     post_mlp_norm: Norm | None = None
 
-    def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
-        """hidden [T, E] -> [T, E]"""
+    def forward(self, hidden: Tensor, context: StepContext, outputs: Tensor | None = None) -> Tensor:
+        """hidden [T, E] -> [T, E], or [N, E] for `outputs` [N]"""
         ops, batch, cache = context.ops, context.batch, context.caches[self.index]
         qkv = ops.project(hidden, self.qkv, norm=self.input_norm)
         write_index = batch.write_index[cache.group]
         q, k, v = ops.rope_write(
             qkv, self.heads, batch.positions, self.rope, cache, write_index, self.q_norm, self.k_norm
         )
-        mixed = context.attend(self.index, q, k, v)
-        hidden = _add(ops, hidden, mixed.flatten(1), self.o, self.post_attention_norm)
+        mixed = context.attend(self.index, q, k, v).flatten(1)
+        if outputs is not None:
+            hidden, mixed = hidden[outputs], mixed[outputs]
+            if not outputs.shape[0]:
+                return hidden
+        hidden = _add(ops, hidden, mixed, self.o, self.post_attention_norm)
         return self.mlp.forward(hidden, self.mlp_norm, self.post_mlp_norm, ops)
 
 
@@ -86,8 +90,10 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         if self.embedding_scale is not None:
             hidden = hidden * self.embedding_scale
         kept: dict[int, Tensor] = {}
+        last = self.layers[-1]
         for layer in self.layers:
-            hidden = layer.forward(hidden, context)
+            narrow = layer is last and last.index not in self.taps
+            hidden = layer.forward(hidden, context, context.outputs if narrow else None)
             if layer.index in self.taps:
                 kept[layer.index] = hidden
         return ModelOutput(hidden=hidden, taps=tuple(kept[i] for i in self.taps))

@@ -106,28 +106,44 @@ class ModelRunner:
         step = assemble(plan.rows, state, self._decode_width)
         self._attending.begin(step.batch)
         prepared = perf_counter() - begin
-        context = StepContext(batch=step.batch, ops=parts.ops, caches=self._caches, attend=self._attending)
+        sampled, scored = [row for row in plan.rows if row.samples], self._scored(plan.rows)
+        last = self._last_tokens(plan.rows, step)
+        context = StepContext(
+            batch=step.batch,
+            ops=parts.ops,
+            caches=self._caches,
+            attend=self._attending,
+            outputs=None if scored or last.shape[0] == step.batch.bounds.tokens else last,
+        )
         hidden = parts.model.forward(context).hidden
-        scores = [(row, self._score(hidden, row, at)) for row, at in self._scored(plan.rows)]
-        ids, logprobs = self._sample(plan.rows, hidden, step)
-        sampled = [row for row in plan.rows if row.samples]
+        scores = [(row, self._score(hidden, row, at)) for row, at in scored]
+        # A model may have left out what nobody wants
+        ids, logprobs = self._sample(plan.rows, hidden if hidden.shape[0] == last.shape[0] else hidden[last], step)
         return Ticket(plan, sampled, ids, logprobs, scores, prepared)
+
+    def _last_tokens(self, rows: Sequence[RowPlan], step: Assembled) -> Tensor:
+        """[N]: the last token of each row that samples."""
+        last = step.query_start[1:] - 1
+        return last if all(row.samples for row in rows) else last[self._sampling(rows)]
+
+    def _sampling(self, rows: Sequence[RowPlan]) -> Tensor:
+        return self._state.upload([index for index, row in enumerate(rows) if row.samples], torch.int64)
 
     def _sample(
         self, rows: Sequence[RowPlan], hidden: Tensor, step: Assembled
     ) -> tuple[Tensor | None, LogprobTensors | None]:
+        """hidden [N, E] of the last tokens of the rows that sample."""
         state = self._state
         ends = step.starts + step.query_start.diff()
         state.lengths.index_copy_(0, step.slots, ends)
-        chosen = [index for index, row in enumerate(rows) if row.samples]
-        if not chosen:
+        host_slots = tuple(row.slot for row in rows if row.samples)
+        if not host_slots:
             return None, None
-        slots, last, positions = step.slots, step.query_start[1:] - 1, ends
-        if len(chosen) < len(rows):
-            index = state.upload(chosen, torch.int64)
-            slots, last, positions = slots[index], last[index], positions[index]
-        logits = self._logits(hidden[last])
-        host_slots = tuple(rows[index].slot for index in chosen)
+        slots, positions = step.slots, ends
+        if len(host_slots) < len(rows):
+            index = self._sampling(rows)
+            slots, positions = slots[index], positions[index]
+        logits = self._logits(hidden)
         output = self._parts.sampler.sample(logits, SampleRows(slots=slots, positions=positions, host_slots=host_slots))
         # A failed row (-1) must not feed itself an id that is none.
         state.last_ids.index_copy_(0, slots, output.ids.clamp(min=0))

@@ -91,14 +91,16 @@ class PackedLinear(DenseLinear):
 def _multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As a batch of products, one for each of `_BLOCKS` runs of output features: torch spreads a batch over its
     threads, but not a matrix times a vector, and reading the weights is all there is to do."""
-    rows, features = x.shape[0], weight.shape[0]
+    (rows, width), features = x.shape, weight.shape[0]
+    # A single row may be stored as a column, which torch calls contiguous, too, and multiplies five times as slowly
+    x = x.contiguous().flatten().view(rows, width)
     even = features - features % _BLOCKS
     out = x.new_empty(features, rows)
-    blocks = weight[:even].view(_BLOCKS, even // _BLOCKS, x.shape[1])
+    blocks = weight[:even].view(_BLOCKS, even // _BLOCKS, width)
     torch.bmm(blocks, x.T.expand(_BLOCKS, -1, -1), out=out[:even].view(_BLOCKS, -1, rows))
     if even < features:
         torch.mm(weight[even:], x.T, out=out[even:])
-    out = out.T.contiguous()
+    out = out.view(1, features) if rows == 1 else out.T.contiguous()
     return out if bias is None else out.add_(bias)
 
 

@@ -159,6 +159,25 @@ class ModelSuite(Suite, standard=True):
             for slot, (one, other) in enumerate(found):
                 self.compare(one, other, dtype, f"logits of row {slot} beside others")
 
+    def test_wanted_tokens_are_those_of_all(self, load: Callable[..., ModelUse], dtype: str) -> None:
+        """Hidden states of `StepContext.outputs` are rows of all (or are all); what is left out is still written."""
+        use = load(dtype=dtype)
+        rows = [(0, tokens(9), 0), (1, tokens(14, seed=1), 0)]
+        everything = use.forward(*rows).hidden
+        for slot, wanted in enumerate(([8, 22], [], [3])):
+            use = load(dtype=dtype)
+            with torch.inference_mode():
+                hidden = use.model.forward(use.context(rows, wanted)).hidden
+            check(
+                hidden.shape[0] in (len(wanted), 23), f"{hidden.shape[0]} hidden states, {len(wanted)} of 23 are wanted"
+            )
+            chosen = hidden if hidden.shape[0] == len(wanted) else hidden[wanted]
+            if wanted:
+                self.compare(chosen, everything[wanted], dtype, f"hidden states of tokens {wanted}")
+            (after,) = use.logits((1, tokens(1, seed=slot), 14))
+            whole = load(dtype=dtype).logits((1, tokens(14, seed=1) + tokens(1, seed=slot), 0))[0]
+            self.compare(after, whole[14:], dtype, f"logits of the next token when {wanted} were wanted")
+
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def test_missing_tensors_are_all_named(self, load: Callable[..., ModelUse], checkpoint: Checkpoint) -> None:

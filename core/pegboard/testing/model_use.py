@@ -188,15 +188,18 @@ class ModelUse:
             ]
         self._state.apply(tables)
 
-    def context(self, rows: Sequence[tuple[int, Sequence[int], int]]) -> StepContext:
-        """For rows (slot, tokens, position of the first), those of one token first."""
+    def context(
+        self, rows: Sequence[tuple[int, Sequence[int], int]], outputs: Sequence[int] | None = None
+    ) -> StepContext:
+        """For rows (slot, tokens, position of the first), those of one token first; `outputs`: the tokens wanted."""
         plans = [
             RowPlan(id=str(slot), slot=slot, query=len(tokens), start=start, tokens=tuple(tokens))
             for slot, tokens, start in rows
         ]
         step = assemble(plans, self._state, 1)
         self._attending.begin(step.batch)
-        return StepContext(batch=step.batch, ops=self.ops, caches=self._caches, attend=self._attending)
+        wanted = None if outputs is None else torch.tensor(outputs, dtype=torch.int64, device=self.device)
+        return StepContext(batch=step.batch, ops=self.ops, caches=self._caches, attend=self._attending, outputs=wanted)
 
     @torch.inference_mode()
     def forward(self, *rows: tuple[int, Sequence[int], int]) -> ModelOutput:

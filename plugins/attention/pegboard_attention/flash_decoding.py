@@ -83,6 +83,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
         self._interpreted = interpreted
         hopper = not interpreted and (need.device.capability or (0, 0)) >= (9, 0)
         self._hopper = hopper
+        self._pdl = 1 if hopper else 0
         self._shapes = {layer: self._shape(layer, need.max_query) for layer in need.layers}
 
     @classmethod
@@ -241,7 +242,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
             ASSEMBLY=not self._interpreted,
             TMA=shape.tma,
             SPLIT=plan.items is not None,
-            PDL=self._hopper,
+            PDL=self._pdl,
             num_warps=shape.warps,
             num_stages=shape.stages,
             **pdl,

@@ -198,6 +198,9 @@ def attend_items(
     """Grid (K * QUERY_BLOCKS, items). Item (row, first tile, end, splits) from `schedule_items`, or row = item without
     SPLIT. A row's only split writes out [T, H, D]; others write their weighted mean and log2 of the sum of weights.
 
+    With PDL, `items`, lengths, starts and page tables are read before the wait: they must come from kernels before the
+    one that this waits for, and that one must let this start only after a wait of its own.
+
     FORMAT 0: K/V as they are, pages "nhd". 1, 2: bytes, see `widen`; k pages "hnd", v pages "hdn", scales [K, S]."""
     block = tl.program_id(0)
     item = tl.program_id(1)
@@ -206,30 +209,36 @@ def attend_items(
     offsets = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     pair = first_pair + tl.arange(0, BLOCK_M)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     row = item
-    if SPLIT:
-        row = tl.load(items_ptr + item * 4)
-        if row < 0:
-            return
-    kv_len = tl.load(kv_len_ptr + row)
-    token = tl.load(query_start_ptr + row)
-    queries = 1
-    if MANY:
-        queries = tl.load(query_start_ptr + row + 1) - token
-        if first_pair >= queries * G:
-            return
-    lowest = 0
-    if WINDOW:
-        lowest = tl.maximum(kv_len - queries - window + 1, 0)
-    begin = lowest // BLOCK_N * BLOCK_N
-    end = kv_len
     splits = 1
     if SPLIT:
+        row = tl.load(items_ptr + item * 4)
         begin = tl.load(items_ptr + item * 4 + 1) * BLOCK_N
         end = tl.load(items_ptr + item * 4 + 2)
         splits = tl.load(items_ptr + item * 4 + 3)
+        if row < 0:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            return
+    kv_len = tl.load(kv_len_ptr + row)
+    token = tl.load(query_start_ptr + row)
+    queries = tl.load(query_start_ptr + row + 1) - token if MANY else 1
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(kv_len - queries - window + 1, 0)
+    if not SPLIT:
+        begin = lowest // BLOCK_N * BLOCK_N
+        end = kv_len
+    table = table_ptr + row.to(tl.int64) * table_row
+    final = tl.maximum(begin, (end - 1) // BLOCK_N * BLOCK_N)
+    next_page = page_of(table, begin, offsets, pages, PAGE, BLOCK_N)
+    if PDL:
+        # Only now: lengths, tables and items are older than the kernel that this one waits for (see its docstring)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if MANY:
+        if first_pair >= queries * G:
+            return
 
     before = kv_len - queries
     query = pair // G if MANY else tl.zeros_like(pair)
@@ -257,12 +266,10 @@ def attend_items(
     if not SOFTCAP:
         factor = factor * LOG2E
 
-    table = table_ptr + row.to(tl.int64) * table_row
-    final = tl.maximum(begin, (end - 1) // BLOCK_N * BLOCK_N)
     peak_score = tl.zeros([BLOCK_M], tl.float32) + MASKED
-    total = tl.zeros([BLOCK_M], tl.float32)
+    # Added up over entries only once, at the end: a sum over a tile costs a barrier
+    weight_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    next_page = page_of(table, begin, offsets, pages, PAGE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         # The page table is read one tile ahead: a load that K and V wait for would halve the pipeline's depth
         page = next_page
@@ -306,16 +313,15 @@ def attend_items(
             new_peak = tl.maximum(peak_score, tl.max(boosted, 1))
             weights = tl.math.exp2(boosted - new_peak[:, None])
             fade = tl.math.exp2(peak_score - new_peak)
-            total = total * fade + tl.sum(tl.math.exp2(scores - new_peak[:, None]), 1)
+            weight_sums = weight_sums * fade[:, None] + tl.math.exp2(scores - new_peak[:, None])
         else:
             new_peak = tl.maximum(peak_score, tl.max(scores, 1))
             weights = tl.math.exp2(scores - new_peak[:, None])
             fade = tl.math.exp2(peak_score - new_peak)
-            total = total * fade + tl.sum(weights, 1)
+            weight_sums = weight_sums * fade[:, None] + weights
         mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
         peak_score = new_peak
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.sum(weight_sums, 1)
     if FORMAT == 2:
         mixed *= 256.0
 
@@ -363,13 +369,14 @@ def merge_splits(
     query = tl.program_id(1) % MAX_QUERY
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, BLOCK_D)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     first = tl.load(first_ptr + row)
     splits = tl.load(first_ptr + row + 1) - first
     token = tl.load(query_start_ptr + row)
-    if (splits <= 1) | (query >= tl.load(query_start_ptr + row + 1) - token):
+    queries = tl.load(query_start_ptr + row + 1) - token
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (splits <= 1) | (query >= queries):
         return
     pair = query * G + q_head % G
     block = q_head // G * QUERY_BLOCKS + pair // BLOCK_M

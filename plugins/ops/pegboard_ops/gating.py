@@ -17,13 +17,13 @@ _BLOCK = 1024
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """silu, gelu_tanh or gelu of float32 x."""
-    if ACTIVATION == "silu":
-        y = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 x (1 + tanh z) = x sigmoid(2 z)
-        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    else:
+    if ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        z = x
+        if ACTIVATION == "gelu_tanh":  # 0.5 x (1 + tanh(z / 2)) = x sigmoid(z)
+            z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        y = x / (1.0 + tl.exp(tl.minimum(-z, 80.0)))  # e^80 is as good as infinite
     return y
 
 

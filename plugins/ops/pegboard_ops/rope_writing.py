@@ -91,7 +91,8 @@ def rotate_and_write(
     INTERLEAVED: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
+    Q_ROUND_FIRST: tl.constexpr,
+    K_ROUND_FIRST: tl.constexpr,
     FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -123,17 +124,17 @@ def rotate_and_write(
         if Q_NORM:
             rms = tl.rsqrt(mean + q_eps)
             weight = tl.load(q_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + q_offset
-            x = tl.where(is_q[:, None], normed(x, rms, weight[None, :], ROUND_FIRST), x)
+            x = tl.where(is_q[:, None], normed(x, rms, weight[None, :], Q_ROUND_FIRST), x)
             if TURNING:
                 weight = tl.load(q_weight_ptr + partner, mask=d < D, other=0.0).to(tl.float32) + q_offset
-                y = tl.where(is_q[:, None], normed(y, rms, weight[None, :], ROUND_FIRST), y)
+                y = tl.where(is_q[:, None], normed(y, rms, weight[None, :], Q_ROUND_FIRST), y)
         if K_NORM:
             rms = tl.rsqrt(mean + k_eps)
             weight = tl.load(k_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + k_offset
-            x = tl.where(is_k[:, None], normed(x, rms, weight[None, :], ROUND_FIRST), x)
+            x = tl.where(is_k[:, None], normed(x, rms, weight[None, :], K_ROUND_FIRST), x)
             if TURNING:
                 weight = tl.load(k_weight_ptr + partner, mask=d < D, other=0.0).to(tl.float32) + k_offset
-                y = tl.where(is_k[:, None], normed(y, rms, weight[None, :], ROUND_FIRST), y)
+                y = tl.where(is_k[:, None], normed(y, rms, weight[None, :], K_ROUND_FIRST), y)
     if TURNING:
         turns = d < TURNING
         row = tl.load(positions_ptr + token) * rope_row
@@ -177,7 +178,7 @@ def launch_rope_write(
     k_norm: Norm | None,
     launcher: Launcher,
 ) -> Tensor:
-    """qkv [T, (H + 2K) * D] with dense rows -> q [T, H, D]; k and v go into the cache. Both norms round alike.
+    """qkv [T, (H + 2K) * D] with dense rows -> q [T, H, D]; k and v go into the cache.
 
     Reference: `pegboard.ops.TorchOps.rope_write`, whose roundings after norm and rotation it repeats; results differ by
     at most one unit in the last place of qkv's dtype. Quantized: |x - scale * code| <= scale / 2 (int8), <= |x| / 16
@@ -189,7 +190,6 @@ def launch_rope_write(
     k, v = (cache.tensors[name] for name in ("k", "v"))
     if form:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    norm = q_norm or k_norm
     rotate_and_write[(tokens, triton.cdiv(query_heads + 2 * kv_heads, _HEADS))](
         qkv,
         positions,
@@ -219,7 +219,8 @@ def launch_rope_write(
         INTERLEAVED=rope is not None and rope.interleaved,
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
-        ROUND_FIRST=norm is not None and norm.round_first,
+        Q_ROUND_FIRST=q_norm is not None and q_norm.round_first,
+        K_ROUND_FIRST=k_norm is not None and k_norm.round_first,
         FORMAT=form,
         PDL=launcher.pdl,
         num_warps=4,

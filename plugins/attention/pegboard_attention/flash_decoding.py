@@ -83,7 +83,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
         self._interpreted = interpreted
         hopper = not interpreted and (need.device.capability or (0, 0)) >= (9, 0)
         self._hopper = hopper
-        self._pdl = 1 if hopper else 0
+        self._pdl = hopper
         self._shapes = {layer: self._shape(layer, need.max_query) for layer in need.layers}
 
     @classmethod

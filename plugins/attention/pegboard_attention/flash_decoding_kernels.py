@@ -81,9 +81,7 @@ def blank(v, keep, ASSEMBLY: tl.constexpr):
     if ASSEMBLY and v.dtype.primitive_bitwidth == 16:
         bits = tl.where(keep, -1, 0).to(tl.int16)
         bits, v = tl.broadcast(bits[:, None], v)
-        v = tl.inline_asm_elementwise(
-            "and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2
-        )
+        v = tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2)
     else:
         v = tl.where(keep[:, None], v, 0.0)
     return v

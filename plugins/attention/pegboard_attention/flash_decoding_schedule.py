@@ -62,7 +62,7 @@ def schedule_items(
     for start in range(0, items, ROWS):
         spare = start + r
         tl.store(items_ptr + spare * 4, -1, mask=(spare >= total) & (spare < items))
-    for split in range(0, tl.max(count, 0)):
+    for split in range(tl.max(count, 0)):
         own = split < count
         item = items_ptr + (first + split) * 4
         begin = lowest + split * length

@@ -209,7 +209,13 @@ def make_rope(turning: int, interleaved: bool = False) -> Rope:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("heads", "turning", "interleaved"),
-    [((4, 2, 16), 16, False), ((9, 3, 40), 40, True), ((1, 1, 80), 32, False), ((5, 5, 24), 8, True), ((4, 1, 64), 0, False)],
+    [
+        ((4, 2, 16), 16, False),
+        ((9, 3, 40), 40, True),
+        ((1, 1, 80), 32, False),
+        ((5, 5, 24), 8, True),
+        ((4, 1, 64), 0, False),
+    ],
 )
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_write(

@@ -30,8 +30,8 @@ _FIXED_SPLITS = 32
 #: A batch that fills the device is not split while no row can have more entries: the slowest row then costs less than
 #: a merge does.
 _UNSPLIT_ENTRIES = 2048
-#: Bytes of one tile of K; V's is as large.
-_TILE_BYTES = 16384
+#: Numbers of one tile of K; V's is as large. Half of it for float32.
+_TILE = 8192
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,10 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
         self._interpreted = interpreted
         hopper = not interpreted and (need.device.capability or (0, 0)) >= (9, 0)
         self._hopper = hopper
-        self._pdl = hopper
-        self._shapes = {layer: self._shape(layer, need.max_query) for layer in need.layers}
+        #: See `widen` in the kernels.
+        self._format = 1 + list(STORED).index(need.kv_dtype) if need.kv_dtype in STORED else 0
+        if self._format == 2 and hopper:
+            self._format = 3
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
@@ -127,7 +129,8 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
     def workspace(self) -> Sequence[TensorSpec]:
         """Partial results of the items of the largest batch, for the layer that needs most."""
         most = (0, 0)
-        for layer, shape in self._shapes.items():
+        for layer in dict.fromkeys(self._need.layers):
+            shape = self._shape(layer, self._need.max_query, lone_tiles=False)
             blocks, part_rows = self._pairs(layer, shape, self._need.max_query)
             tiles = -(-self._need.max_length // shape.block_n)
             slots = self._slots(layer, shape, blocks)
@@ -142,15 +145,17 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
     def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> DecodePlan:
         bounds = rows.bounds
         widest = self._need.max_query if self._need.batch_invariant else bounds.max_query
-        shape = self._shape(layer, widest)
+        shape = self._shape(layer, widest, lone_tiles=False)
         blocks, part_rows = self._pairs(layer, shape, widest)
         slots, fixed = self._slots(layer, shape, blocks), self._fixed_tiles(shape)
         longest = bounds.max_kv
         if layer.window is not None:
             longest = min(longest, layer.window + widest + shape.block_n)
         tiles = max(1, -(-longest // shape.block_n))
-        fills = bounds.rows >= slots and longest <= _UNSPLIT_ENTRIES
+        fills = bounds.rows * layer.kv_heads * blocks >= 2 * self._multiprocessors and longest <= _UNSPLIT_ENTRIES
         items = first = None
+        if not fixed and bounds.rows * tiles <= slots:
+            shape = self._shape(layer, widest, lone_tiles=True)
         if tiles > (fixed or 1) and (fixed or not fills):
             device = rows.kv_len.device
             count = most_items(bounds.rows, slots, tiles, fixed)
@@ -238,11 +243,11 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
             WINDOW=layer.window is not None,
             SOFTCAP=layer.softcap is not None,
             SINKS=layer.sinks,
-            FORMAT=(1 + list(STORED).index(self._need.kv_dtype)) if quantized else 0,
+            FORMAT=self._format,
             ASSEMBLY=not self._interpreted,
             TMA=shape.tma,
             SPLIT=plan.items is not None,
-            PDL=self._pdl,
+            PDL=self._hopper,
             num_warps=shape.warps,
             num_stages=shape.stages,
             **pdl,
@@ -271,22 +276,26 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
             )
         return out
 
-    def _shape(self, layer: AttentionLayer, max_query: int) -> Shape:
+    def _shape(self, layer: AttentionLayer, max_query: int, *, lone_tiles: bool) -> Shape:
+        """`lone_tiles`: every program has one tile. Measured on an H200: two warps, which wait for each other less, are
+        faster from two tiles on."""
         pairs = max_query * layer.query_heads // layer.kv_heads
         block_d = triton.next_power_of_2(layer.head_size)
         width = element_bytes(self._need.kv_dtype)
-        block_n = max(32, min(128, triton.next_power_of_2(_TILE_BYTES // (block_d * width))))
+        # Taller tiles would not leave the accumulator in registers
+        tallest = 64 if block_d <= 128 and (self._hopper or width == 2) else 32
+        block_m = max(16, min(tallest, triton.next_power_of_2(pairs)))
+        block_n = max(32, min(128, _TILE // block_d // (2 if width == 4 else 1)))
         if self._hopper and 64 <= self._need.page_size < block_n:
             block_n = self._need.page_size  # a tile of one page comes through one descriptor load
-        dense = block_d == layer.head_size and self._need.page_size % block_n == 0
         return Shape(
-            block_m=max(16, min(64, triton.next_power_of_2(pairs))),
+            block_m=block_m,
             block_n=block_n,
             block_d=block_d,
             stages=3,
-            warps=4,
-            residents=2,
-            tma=self._hopper and dense,
+            warps=2 if block_m == 16 and width < 4 and not lone_tiles else 4,
+            residents=4 if block_n * block_d * width <= 8192 else 2,
+            tma=self._hopper and block_d == layer.head_size and self._need.page_size % block_n == 0,
         )
 
     def _pairs(self, layer: AttentionLayer, shape: Shape, max_query: int) -> tuple[int, int]:

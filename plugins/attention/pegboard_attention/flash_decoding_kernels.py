@@ -29,11 +29,24 @@ def popcount(x):
 
 
 @triton.jit
+def logarithm(x, ASSEMBLY: tl.constexpr):
+    """log2 of positive normal x, to about 2^-22."""
+    if ASSEMBLY:
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tl.math.log2(x)
+    return y
+
+
+@triton.jit
 def widen(x, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Bytes of a quantized cache -> float16, four at a time: offset binary (1) to x - 128, e4m3 (2) to x / 256.
+    """Bytes of a quantized cache -> float16, four at a time: offset binary (1) to x - 128, e4m3 to x / 256 (2) or, by an
+    instruction of capability 8.9 and later, to x (3), NaN to 448. All finite: a weight of 0 must give 0.
 
     e4m3 has float16's order of sign, exponent and mantissa, so its bits moved into place are the number over 2^8,
-    subnormals included; 0x6400 | x is 1024 + x in float16."""
+    subnormals included, and NaN is 480; 0x6400 | x is 1024 + x in float16."""
     if FORMAT == 1:
         if ASSEMBLY:
             return tl.inline_asm_elementwise(
@@ -52,6 +65,24 @@ def widen(x, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
                 pack=4,
             )
         return x.to(tl.float16) - 128.0
+    if FORMAT == 3:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 lo, hi;
+            .reg .b32 top, wlo, whi;
+            mov.b32 top, 0x5f005f00;
+            mov.b32 {lo, hi}, $2;
+            cvt.rn.f16x2.e4m3x2 wlo, lo;
+            cvt.rn.f16x2.e4m3x2 whi, hi;
+            min.f16x2 $0, wlo, top;
+            min.f16x2 $1, whi, top;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
             """{
@@ -77,11 +108,11 @@ def widen(x, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def blank(v, keep, ASSEMBLY: tl.constexpr):
-    """v [BLOCK_N, BLOCK_D] with zeros, whatever was there, where `keep` [BLOCK_N] is false; two 16-bit numbers a step."""
+    """v [BLOCK_N, BLOCK_D] with zeros, whatever was there, where `keep` [BLOCK_N] is false;
+    16-bit numbers two at a time."""
     if ASSEMBLY and v.dtype.primitive_bitwidth == 16:
-        bits = tl.where(keep, -1, 0).to(tl.int16)
-        bits, v = tl.broadcast(bits[:, None], v)
-        v = tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2)
+        mask, v = tl.broadcast(tl.where(keep, -1, 0).to(tl.int16)[:, None], v)
+        v = tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, mask], dtype=v.dtype, is_pure=True, pack=2)
     else:
         v = tl.where(keep[:, None], v, 0.0)
     return v
@@ -100,9 +131,9 @@ def page_of(table, start, offsets, pages, PAGE: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def within_page(start, offsets, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    if PAGE >= BLOCK_N:
-        inside = start % PAGE + offsets
-    else:
+    if PAGE > BLOCK_N:
+        inside = tl.multiple_of(start % PAGE, BLOCK_N) + offsets
+    else:  # tiles begin where pages do
         inside = offsets % PAGE
     return inside
 
@@ -199,7 +230,7 @@ def attend_items(
     With PDL, `items`, lengths, starts and page tables are read before the wait: they must come from kernels before the
     one that this waits for, and that one must let this start only after a wait of its own.
 
-    FORMAT 0: K/V as they are, pages "nhd". 1, 2: bytes, see `widen`; k pages "hnd", v pages "hdn", scales [K, S]."""
+    FORMAT 0: K/V as they are, pages "nhd". Others: bytes, see `widen`; k pages "hnd", v pages "hdn", scales [K, S]."""
     block = tl.program_id(0)
     item = tl.program_id(1)
     head = block // QUERY_BLOCKS
@@ -255,10 +286,10 @@ def attend_items(
     if FORMAT != 0 and q.dtype != tl.float32:
         # float16 holds what the bytes widen to; a power of two brings q into its range without rounding
         peak = tl.max(tl.abs(q.to(tl.float32)), 1)
-        power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        power = tl.where(power > 1e-30, power, 1.0)
-        q = (q.to(tl.float32) / power[:, None]).to(tl.float16)
-        factor = factor * power
+        unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        unit = tl.where(unit > 1e-30, unit, 1.0)
+        q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
+        factor = factor * unit
     if FORMAT == 2:
         factor = factor * 256.0
     if not SOFTCAP:
@@ -306,7 +337,7 @@ def attend_items(
         scores = tl.where(allowed, scores, MASKED)
         if FORMAT != 0:
             # V's scale joins the weight in its exponent, so that weights stay below 1 in float16
-            bonus = tl.where(readable, tl.math.log2(v_scale), 0.0)
+            bonus = tl.where(readable, logarithm(v_scale, ASSEMBLY), 0.0)
             boosted = scores + bonus[None, :]
             new_peak = tl.maximum(peak_score, tl.max(boosted, 1))
             weights = tl.math.exp2(boosted - new_peak[:, None])

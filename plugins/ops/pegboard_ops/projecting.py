@@ -16,8 +16,15 @@ from .launching import Launcher
 
 #: Numbers of a program's weights that stay in registers: 128 of them a thread.
 _HELD = 128 * 256
-#: Below this the next kernel may start at once: it finds room beside this one.
-_SMALL_BYTES = 1 << 24
+
+
+@triton.jit
+def load_chunk(vector_ptr, k, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        chunk = tl.load(vector_ptr + k)
+    else:
+        chunk = tl.load(vector_ptr + k, mask=k < INPUTS, other=0.0)
+    return chunk.to(tl.float32)
 
 
 @triton.jit
@@ -39,7 +46,7 @@ def project_row(
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    EARLY: tl.constexpr,
+    EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program makes BLOCK outputs: all its weights are asked for before it waits for x, so that they come while the
@@ -57,29 +64,27 @@ def project_row(
         out = program * HALF + r % HALF
         row = out + r // HALF * features
     there = out < features
-    if PDL and EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     at = weight_ptr + row.to(tl.int64)[:, None] * INPUTS + k[None, :]
     weights = ()
     for c in tl.static_range(CHUNKS):
-        if (c + 1) * CHUNK <= INPUTS:
-            part = tl.load(at + c * CHUNK, mask=there[:, None], other=0.0, eviction_policy="evict_first")
+        if EVEN:
+            part = tl.load(at + c * CHUNK, eviction_policy="evict_first")
         else:
             inside = (c * CHUNK + k < INPUTS)[None, :] & there[:, None]
             part = tl.load(at + c * CHUNK, mask=inside, other=0.0, eviction_policy="evict_first")
-        weights = weights + (part,)
+        weights = weights + (part,)  # noqa: RUF005 - triton 3.6 knows no starred tuples
     if PDL:
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros([BLOCK, CHUNK], tl.float32)
     squares = tl.zeros([CHUNK], tl.float32)
     for c in tl.static_range(CHUNKS):
-        x = tl.load(x_ptr + c * CHUNK + k, mask=c * CHUNK + k < INPUTS, other=0.0).to(tl.float32)
+        x = load_chunk(x_ptr, c * CHUNK + k, INPUTS, EVEN)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + c * CHUNK + k, mask=c * CHUNK + k < INPUTS, other=0.0).to(tl.float32) + offset
+            x *= load_chunk(norm_ptr, c * CHUNK + k, INPUTS, EVEN) + offset
         sums += weights[c].to(tl.float32) * x[None, :]
-    if PDL and not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     y = tl.sum(sums, 1)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
@@ -106,14 +111,13 @@ class RowShape:
 def row_shape(outputs: int, inputs: int, paired: bool) -> RowShape | None:
     """How one row's product is cut, or None where this kernel is not made for it: its weights would not fit registers.
 
-    Measured on an H200: chunks of 1024 to 2048 numbers, four rows of 4096 inputs or of many outputs, else two."""
+    Measured on an H200: chunks of 1024 numbers, of 2048 for long rows; four rows at a time where they are short and many,
+    else two."""
     if inputs % 8:
         return None
-    chunk = 2048 if inputs % 2048 == 0 else 1024
-    if inputs < 1024:
-        chunk = max(128, triton.next_power_of_2(inputs))
+    chunk = 2048 if inputs > 8192 else min(1024, max(128, triton.next_power_of_2(inputs)))
     chunks = triton.cdiv(inputs, chunk)
-    block = 4 if inputs == 4096 or outputs > 100_000 or paired else 2
+    block = 4 if paired or (inputs <= 4096 and outputs >= 2048) else 2
     while block > (2 if paired else 1) and block * chunk * chunks > _HELD:
         block //= 2
     return RowShape(chunk, chunks, block) if block * chunk * chunks <= _HELD else None
@@ -155,7 +159,7 @@ def launch_row(
         BIAS=bias is not None,
         ACTIVATION=activation,
         RESIDUAL=residual is not None,
-        EARLY=weight.nbytes < _SMALL_BYTES,
+        EVEN=inputs % shape.chunk == 0 and features % made == 0,
         PDL=launcher.pdl,
         num_warps=4,
         **launcher.options,

@@ -21,6 +21,8 @@ from .projecting import added, launch_row, row_shape
 from .rope_writing import can_write, launch_rope_write
 
 _DTYPES = ("float16", "bfloat16", "float32")
+#: Beyond, torch's gather is as fast.
+_FEW_IDS = 1024
 #: A norm holds whole rows in registers.
 _MOST_HIDDEN = 16384
 
@@ -57,7 +59,8 @@ class TritonOps(TorchOps):
         return can_write(layout)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return launch_embed(ids, weight, self._launcher)
+        few = 0 < ids.shape[0] <= _FEW_IDS
+        return launch_embed(ids, weight, self._launcher) if few else super().embed(ids, weight)
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         if x.shape[-1] > _MOST_HIDDEN or x.stride(-1) != 1 or not x.numel():

@@ -1,7 +1,7 @@
 """What the kernel benchmarks share: CUDA-graph timing, errors, and the file of results.
 
-A work is a list of calls over different buffers, so that replays find a cold L2; its time is that of a graph of all calls
-divided by their number, the median of several replays."""
+A work is a list of calls over different buffers, so that replays find a cold L2; its time is that of a graph of all
+calls divided by their number, the median of several replays."""
 
 from __future__ import annotations
 

@@ -2,39 +2,39 @@
 
     python benchmarks/ops.py
 
-Every work rotates over buffers so that the L2 is cold. `of ceiling`: the bytes that the work must move over its time, as a
-share of the streaming-read ceiling for products of one row, of a copy measured in the same run for the rest. A `chain` is
-a decoder layer's four products of one row with their norms, activation and residuals. Errors are against float64 for
-products, else against torch's ops: a few roundings of bfloat16 (4e-3) are as good as it gets.
+Every work rotates over buffers so that the L2 is cold. `of ceiling`: the bytes that the work must move over its time,
+as a share of the streaming-read ceiling for products, of a copy measured in the same run for the rest. A `chain` is a
+decoder layer's four products with their norms, activation and residuals. Errors are against float64 for products, else
+against torch's ops: a few roundings of bfloat16 (4e-3) are as good as it gets.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_timing import READ_CEILING, Call, copies_for, microseconds, print_table, relative_error, write_results
-from pegboard_ops.triton_ops import TritonOps
 from torch import Tensor
 
 from pegboard.contracts.attention import KVLayout, LayerCache
 from pegboard.contracts.device import DeviceFacts, TensorSpec
 from pegboard.contracts.ops import Norm, OpsNeed, Rope
 from pegboard.ops import TorchOps
+from pegboard_ops.triton_ops import TritonOps
 
-#: (outputs, inputs) -> microseconds of the probe that this kernel came from, with dependent launch
+#: (outputs, inputs) -> microseconds of the probes that these kernels came from, of 1, 4 and 16 rows
 PRODUCTS = {
-    (6144, 4096): 12.7,
-    (4096, 4096): 9.0,
-    (28672, 4096): 52.8,
-    (4096, 14336): 27.5,
-    (128256, 4096): 226.8,
-    (4096, 1024): 3.05,
-    (6144, 1024): 4.17,
-    (1024, 3072): 2.15,
+    (6144, 4096): (12.7, 14.9, 15.1),
+    (4096, 4096): (9.0, 11.2, 10.8),
+    (28672, 4096): (52.8, 56.4, 56.3),
+    (4096, 14336): (27.5, 31.1, 30.4),
+    (128256, 4096): (226.8, 232.0, 238.0),
+    (4096, 1024): (3.05, 4.5, 4.4),
+    (6144, 1024): (4.17, 5.4, 5.4),
+    (1024, 3072): (2.15, 5.5, 5.4),
 }
 #: name -> (hidden, query heads, KV heads, intermediate)
 MODELS = {"8B": (4096, 32, 8, 14336), "0.6B": (1024, 16, 8, 3072)}
@@ -62,26 +62,34 @@ def make_ops() -> tuple[TritonOps, TorchOps]:
 
 def products(ours: TritonOps) -> list[dict[str, Any]]:
     rows = []
-    for (outputs, inputs), probe in PRODUCTS.items():
+    for (outputs, inputs), probes in PRODUCTS.items():
         size = outputs * inputs * 2
         linears = [DenseLinear(outputs, inputs) for _ in range(copies_for(size * 3 // 2))]
-        x = random(1, inputs)
-        right = x.double() @ linears[-1].weight.double().t()
-        time = microseconds([lambda w=w: ours.project(x, w) for w in linears])
-        cublas = microseconds([lambda w=w: w(x) for w in linears])
-        rows.append(
-            {
-                "op": "project",
-                "shape": f"1 x {inputs} -> {outputs}",
-                "us": time,
-                "of ceiling": f"{size / time / 1e3 / READ_CEILING:.0%}",
-                "error": relative_error(ours.project(x, linears[-1]), right),
-                "torch us": cublas,
-                "torch error": relative_error(linears[-1](x), right),
-                "probe us": probe,
-            }
-        )
+        for tokens, probe in zip((1, 4, 16), probes, strict=True):
+            x = random(tokens, inputs)
+            right = x.double() @ linears[-1].weight.double().t()
+            time = microseconds([partial(ours.project, x, linear) for linear in linears])
+            rows.append(
+                {
+                    "op": "project",
+                    "shape": f"{tokens} x {inputs} -> {outputs}",
+                    "us": time,
+                    "of ceiling": f"{size / time / 1e3 / READ_CEILING:.0%}",
+                    "error": relative_error(ours.project(x, linears[-1]), right),
+                    "torch us": microseconds([partial(linear, x) for linear in linears]),
+                    "torch error": relative_error(linears[-1](x), right),
+                    "probe us": probe,
+                }
+            )
     return rows
+
+
+def chain(ops: TorchOps, layer: list[DenseLinear], x: Tensor, mixed: Tensor, norms: list[Norm]) -> Tensor:
+    qkv, o, gate_up, down = layer
+    ops.project(x, qkv, norm=norms[0])
+    middle = ops.project(mixed, o, residual=x)
+    active = ops.project(middle, gate_up, norm=norms[1], activation="silu")
+    return ops.project(active, down, residual=middle)
 
 
 def chains(ours: TritonOps, torchs: TorchOps) -> list[dict[str, Any]]:
@@ -91,42 +99,32 @@ def chains(ours: TritonOps, torchs: TorchOps) -> list[dict[str, Any]]:
         size = sum(o * i for o, i in shapes) * 2
         layers = [[DenseLinear(*shape) for shape in shapes] for _ in range(copies_for(size))]
         norms = [Norm(weight=random(hidden), eps=1e-5) for _ in range(2)]
-        x, mixed = random(1, hidden), random(1, heads * 128)
-
-        def chain(
-            ops: TorchOps, layer: list[DenseLinear], x: Tensor = x, mixed: Tensor = mixed, norms: Any = norms
-        ) -> Tensor:
-            qkv, o, gate_up, down = layer
-            ops.project(x, qkv, norm=norms[0])
-            middle = ops.project(mixed, o, residual=x)
-            active = ops.project(middle, gate_up, norm=norms[1], activation="silu")
-            return ops.project(active, down, residual=middle)
-
-        time = microseconds([lambda w=w, c=chain: c(ours, w) for w in layers])
-        rows.append(
-            {
-                "op": "chain",
-                "shape": name,
-                "us": time,
-                "of ceiling": f"{size / time / 1e3 / READ_CEILING:.0%}",
-                "error": relative_error(chain(ours, layers[0]), chain(torchs, layers[0])),
-                "torch us": microseconds([lambda w=w, c=chain: c(torchs, w) for w in layers]),
-            }
-        )
+        for tokens in (1, 4, 16):
+            given = (random(tokens, hidden), random(tokens, heads * 128), norms)
+            time = microseconds([partial(chain, ours, layer, *given) for layer in layers])
+            rows.append(
+                {
+                    "op": "chain",
+                    "shape": f"{tokens}, {name}",
+                    "us": time,
+                    "of ceiling": f"{size / time / 1e3 / READ_CEILING:.0%}",
+                    "error": relative_error(chain(ours, layers[0], *given), chain(torchs, layers[0], *given)),
+                    "torch us": microseconds([partial(chain, torchs, layer, *given) for layer in layers]),
+                }
+            )
     return rows
 
 
-def measured(
-    op: str, shape: str, size: int, copy: float, ours: list[Call], torchs: list[Call], error: float
-) -> dict[str, Any]:
-    time = microseconds(ours)
+def measured(op: str, shape: str, size: int, copy: float, error: float, *calls: list[Call]) -> dict[str, Any]:
+    """`calls`: ours, then torch's"""
+    time = microseconds(calls[0])
     return {
         "op": op,
         "shape": shape,
         "us": time,
         "of ceiling": f"{size / time / 1e3 / copy:.0%}",
         "error": error,
-        "torch us": microseconds(torchs),
+        "torch us": microseconds(calls[1]),
     }
 
 
@@ -137,26 +135,22 @@ def elementwise(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str
         for tokens in (1, 64, 2048, 32768 * 1024 // hidden):
             size = tokens * hidden * 6
             pairs = [(random(tokens, hidden), random(tokens, hidden)) for _ in range(copies_for(size))]
-
-            def add(ops: TorchOps, x: Tensor, residual: Tensor, norm: Norm = norm) -> Tensor:
-                return ops.norm(x, norm, residual)
-
-            error = relative_error(add(ours, *pairs[0]), add(torchs, *pairs[0]))
-            calls = [[lambda p=p, o=o, f=add: f(o, *p) for p in pairs] for o in (ours, torchs)]
-            rows.append(measured("norm + add", f"{tokens} x {hidden}", size, copy, *calls, error))
+            calls = [[partial(o.norm, x, norm, residual) for x, residual in pairs] for o in (ours, torchs)]
+            error = relative_error(calls[0][0](), calls[1][0]())
+            rows.append(measured("norm + add", f"{tokens} x {hidden}", size, copy, error, *calls))
     for width in (2 * 3072, 2 * 14336):
         for tokens in (1, 64, 8192 if width < 10000 else 2048):
             size = tokens * width * 3
             xs = [random(tokens, width) for _ in range(copies_for(size))]
-            error = relative_error(ours.gated(xs[0], "silu"), torchs.gated(xs[0], "silu"))
-            calls = [[lambda x=x, o=o: o.gated(x, "silu") for x in xs] for o in (ours, torchs)]
-            rows.append(measured("gated", f"{tokens} x {width}", size, copy, *calls, error))
+            calls = [[partial(o.gated, x, "silu") for x in xs] for o in (ours, torchs)]
+            error = relative_error(calls[0][0](), calls[1][0]())
+            rows.append(measured("gated", f"{tokens} x {width}", size, copy, error, *calls))
     table = random(128256, 4096)
     for tokens in (1, 64, 8192):
         ids = [torch.randint(0, 128256, (tokens,), device="cuda") for _ in range(16)]
-        error = relative_error(ours.embed(ids[0], table), torchs.embed(ids[0], table))
-        calls = [[lambda i=i, o=o: o.embed(i, table) for i in ids] for o in (ours, torchs)]
-        rows.append(measured("embed", f"{tokens} x 4096", tokens * 4096 * 4, copy, *calls, error))
+        calls = [[partial(o.embed, i, table) for i in ids] for o in (ours, torchs)]
+        error = relative_error(calls[0][0](), calls[1][0]())
+        rows.append(measured("embed", f"{tokens} x 4096", tokens * 4096 * 4, copy, error, *calls))
     return rows
 
 
@@ -179,33 +173,30 @@ def make_cache(heads: int, size: int, page: int, pages: int, form: str) -> Layer
 
 
 def rope_writes(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str, Any]]:
+    """torch's writes plain pages also where ours quantizes."""
     rows = []
     angle = torch.arange(8192, device="cuda")[:, None] * 500000.0 ** (-torch.arange(64, device="cuda") / 64)
     rope = Rope(cos=angle.cos(), sin=angle.sin())
     norm = Norm(weight=random(128), eps=1e-6)
-    heads, kv_heads = 32, 8
-    for form, normed in (("nhd", False), ("nhd", True), ("hnd-int8", True)):
+    heads = (32, 8, 128)
+    for form, norms in (("nhd", (None, None)), ("nhd", (norm, norm)), ("hnd-int8", (norm, norm))):
         for tokens in (1, 64, 8192):
-            cache = make_cache(kv_heads, 128, 64, 4096, form)
-            plain = make_cache(kv_heads, 128, 64, 4096, "nhd")
-            count = copies_for(tokens * 48 * 128 * 4)
-            qkvs = [random(tokens, 48 * 128) for _ in range(count)]
-            index = [torch.randperm(4096 * 64, device="cuda")[:tokens] for _ in range(count)]
+            qkvs = [random(tokens, 48 * 128) for _ in range(copies_for(tokens * 48 * 128 * 4))]
             positions = torch.randint(0, 8192, (tokens,), device="cuda")
-
-            def write(ops: TorchOps, at: LayerCache, n: int, rest: Any = (qkvs, index, positions, normed)) -> Tensor:
-                qkvs, index, positions, normed = rest
-                between = (norm, norm) if normed else (None, None)
-                return ops.rope_write(qkvs[n], (heads, kv_heads, 128), positions, rope, at, index[n], *between)[0]
-
-            error = relative_error(write(ours, cache, 0), write(torchs, plain, 0))
+            calls: list[list[Call]] = []
+            for ops, kind in ((ours, form), (torchs, "nhd")):
+                cache = make_cache(8, 128, 64, 4096, kind)
+                index = [torch.randperm(4096 * 64, device="cuda")[:tokens] for _ in qkvs]
+                calls.append(
+                    [
+                        partial(ops.rope_write, qkv, heads, positions, rope, cache, at, *norms)
+                        for qkv, at in zip(qkvs, index, strict=True)
+                    ]
+                )
             size = tokens * 128 * 2 * (48 + 32) + tokens * 16 * (256 if form == "nhd" else 132)
-            calls: list[list[Callable[[], Any]]] = [
-                [lambda n=n, w=write, o=o, c=c: w(o, c, n) for n in range(count)]
-                for o, c in ((ours, cache), (torchs, plain))
-            ]
-            name = f"rope write{' + norms' if normed else ''}{'' if form == 'nhd' else ', int8'}"
-            rows.append(measured(name, f"{tokens} x 32 + 2 x 8 heads", size, copy, *calls, error))
+            name = f"rope write{' + norms' if norms[0] else ''}{'' if form == 'nhd' else ', int8'}"
+            error = relative_error(calls[0][0]()[0], calls[1][0]()[0])
+            rows.append(measured(name, f"{tokens} x 32 + 2 x 8 heads", size, copy, error, *calls))
     return rows
 
 

@@ -282,20 +282,22 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
         pairs = max_query * layer.query_heads // layer.kv_heads
         block_d = triton.next_power_of_2(layer.head_size)
         width = element_bytes(self._need.kv_dtype)
-        # Taller tiles would not leave the accumulator in registers
-        tallest = 64 if block_d <= 128 and (self._hopper or width == 2) else 32
-        block_m = max(16, min(tallest, triton.next_power_of_2(pairs)))
         block_n = max(32, min(128, _TILE // block_d // (2 if width == 4 else 1)))
         if self._hopper and 64 <= self._need.page_size < block_n:
             block_n = self._need.page_size  # a tile of one page comes through one descriptor load
+        tma = self._hopper and block_d == layer.head_size and self._need.page_size % block_n == 0
+        # Taller tiles and fewer warps would spill
+        tallest = 64 if block_d <= 128 and self._hopper else 32
+        two_warps = width < 4 and (block_d <= 128 or tma) and not lone_tiles
+        block_m = max(16, min(tallest, triton.next_power_of_2(pairs)))
         return Shape(
             block_m=block_m,
             block_n=block_n,
             block_d=block_d,
             stages=3,
-            warps=2 if block_m == 16 and width < 4 and not lone_tiles else 4,
+            warps=2 if block_m == 16 and two_warps else 4,
             residents=4 if block_n * block_d * width <= 8192 else 2,
-            tma=self._hopper and block_d == layer.head_size and self._need.page_size % block_n == 0,
+            tma=tma,
         )
 
     def _pairs(self, layer: AttentionLayer, shape: Shape, max_query: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """FlashDecoding: one program mixes a span of one row's entries for one KV head, a second kernel merges the spans.
 
-Letters: R rows, n queries of a row, H query heads, K KV heads, G = H / K, D head size, S page size. A program's tile has
-BLOCK_M rows of (query, head of the group) pairs, pair m being query m // G and head m % G.
+Letters: R rows, n queries of a row, H query heads, K KV heads, G = H / K, D head size, S page size. A program's tile
+has BLOCK_M rows of (query, head of the group) pairs, pair m being query m // G and head m % G.
 
 Source: Dao et al., "Flash-Decoding for long-context inference" (2023), online softmax of Milakov and Gimelshein (2018).
 Bytes that must move: each entry's K and V once a row, and q and the output; the limit is the memory's bandwidth.
@@ -15,6 +15,53 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 #: A score that is masked. Finite, so that a difference of two of them is no NaN.
 MASKED = tl.constexpr(-1.0e30)
+#: Four bytes to four float16: offset binary, by 0x6400 | x = 1024 + x.
+WIDEN_INT8 = tl.constexpr(
+    """{
+    .reg .b32 lo, hi, bias;
+    mov.b32 bias, 0x64806480;
+    prmt.b32 lo, $2, 0x64646464, 0x4140;
+    prmt.b32 hi, $2, 0x64646464, 0x4342;
+    sub.f16x2 $0, lo, bias;
+    sub.f16x2 $1, hi, bias;
+    }"""
+)
+#: e4m3 over 2^8: float16 has the same order of sign, exponent and mantissa. Subnormals included; NaN becomes 480.
+WIDEN_E4M3_BITS = tl.constexpr(
+    """{
+    .reg .b32 lo, hi, slo, shi;
+    prmt.b32 lo, $2, 0, 0x1404;
+    prmt.b32 hi, $2, 0, 0x3424;
+    shr.u32 slo, lo, 1;
+    shr.u32 shi, hi, 1;
+    and.b32 slo, slo, 0x3f803f80;
+    and.b32 shi, shi, 0x3f803f80;
+    lop3.b32 $0, lo, 0x80008000, slo, 0xEA;
+    lop3.b32 $1, hi, 0x80008000, shi, 0xEA;
+    }"""
+)
+#: e4m3 by the instruction of capability 8.9 and later.
+WIDEN_E4M3 = tl.constexpr(
+    """{
+    .reg .b16 lo, hi;
+    mov.b32 {lo, hi}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, lo;
+    cvt.rn.f16x2.e4m3x2 $1, hi;
+    }"""
+)
+#: The same without NaN: min takes the other number, 448.
+WIDEN_E4M3_FINITE = tl.constexpr(
+    """{
+    .reg .b16 lo, hi;
+    .reg .b32 top, wlo, whi;
+    mov.b32 top, 0x5f005f00;
+    mov.b32 {lo, hi}, $2;
+    cvt.rn.f16x2.e4m3x2 wlo, lo;
+    cvt.rn.f16x2.e4m3x2 whi, hi;
+    min.f16x2 $0, wlo, top;
+    min.f16x2 $1, whi, top;
+    }"""
+)
 
 
 @triton.jit
@@ -32,78 +79,31 @@ def popcount(x):
 def logarithm(x, ASSEMBLY: tl.constexpr):
     """log2 of positive normal x, to about 2^-22."""
     if ASSEMBLY:
-        y = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         y = tl.math.log2(x)
     return y
 
 
 @triton.jit
-def widen(x, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Bytes of a quantized cache -> float16, four at a time: offset binary (1) to x - 128, e4m3 to x / 256 (2) or, by an
-    instruction of capability 8.9 and later, to x (3), NaN to 448. All finite: a weight of 0 must give 0.
+def widen(x, FORMAT: tl.constexpr, FINITE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Bytes of a quantized cache -> float16: offset binary (1) to x - 128, e4m3 to x / 256 (2) or to x (3).
 
-    e4m3 has float16's order of sign, exponent and mantissa, so its bits moved into place are the number over 2^8,
-    subnormals included, and NaN is 480; 0x6400 | x is 1024 + x in float16."""
-    if FORMAT == 1:
-        if ASSEMBLY:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 lo, hi, bias;
-                mov.b32 bias, 0x64806480;
-                prmt.b32 lo, $2, 0x64646464, 0x4140;
-                prmt.b32 hi, $2, 0x64646464, 0x4342;
-                sub.f16x2 $0, lo, bias;
-                sub.f16x2 $1, hi, bias;
-                }""",
-                "=r,=r,r",
-                [x],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=4,
-            )
-        return x.to(tl.float16) - 128.0
-    if FORMAT == 3:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 lo, hi;
-            .reg .b32 top, wlo, whi;
-            mov.b32 top, 0x5f005f00;
-            mov.b32 {lo, hi}, $2;
-            cvt.rn.f16x2.e4m3x2 wlo, lo;
-            cvt.rn.f16x2.e4m3x2 whi, hi;
-            min.f16x2 $0, wlo, top;
-            min.f16x2 $1, whi, top;
-            }""",
-            "=r,=r,r",
-            [x],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+    FINITE: no NaN comes out, so that a weight of 0 gives 0."""
     if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 lo, hi, slo, shi;
-            prmt.b32 lo, $2, 0, 0x1404;
-            prmt.b32 hi, $2, 0, 0x3424;
-            shr.u32 slo, lo, 1;
-            shr.u32 shi, hi, 1;
-            and.b32 slo, slo, 0x3f803f80;
-            and.b32 shi, shi, 0x3f803f80;
-            lop3.b32 $0, lo, 0x80008000, slo, 0xEA;
-            lop3.b32 $1, hi, 0x80008000, shi, 0xEA;
-            }""",
-            "=r,=r,r",
-            [x],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    wide = x.to(tl.int16)
-    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        if FORMAT == 1:
+            CODE: tl.constexpr = WIDEN_INT8
+        elif FORMAT == 2:
+            CODE: tl.constexpr = WIDEN_E4M3_BITS
+        else:
+            CODE: tl.constexpr = WIDEN_E4M3_FINITE if FINITE else WIDEN_E4M3
+        wide = tl.inline_asm_elementwise(CODE, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    elif FORMAT == 1:
+        wide = x.to(tl.float16) - 128.0
+    else:
+        bits = x.to(tl.int16)
+        wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return wide
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def attend_items(
         # Only now: lengths, tables and items are older than the kernel that this one waits for (see its docstring)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if MANY:
+    if MANY:  # noqa: SIM102 - a constant: without it, the condition below is not compiled
         if first_pair >= queries * G:
             return
 
@@ -318,8 +318,8 @@ def attend_items(
             v_scale = tl.load(v_scale_ptr + scales)
             k = load_tile(k_ptr, page, start, head, offsets, d, K_HEADS, D, BLOCK_D, PAGE, BLOCK_N, "hnd", TMA)
             v = load_tile(v_ptr, page, start, head, offsets, d, K_HEADS, D, BLOCK_D, PAGE, BLOCK_N, "hdn", TMA)
-            k = widen(k, FORMAT, ASSEMBLY).to(q.dtype)
-            v = widen(v, FORMAT, ASSEMBLY).to(q.dtype)
+            k = widen(k, FORMAT, False, ASSEMBLY).to(q.dtype)
+            v = widen(v, FORMAT, True, ASSEMBLY).to(q.dtype)
         scores = tl.dot(q, k.T, input_precision="ieee")
         if FORMAT != 0:
             scores = scores * k_scale[None, :]

@@ -1,8 +1,7 @@
 """Who reads which entries: one launch a step turns device lengths into a list of work items that all layers share.
 
-An item is (row, first tile of entries, end entry, splits of its row), four int32. The grid is fixed from host bounds; what is left
-over of it has row -1. Splits are whole tiles of `block_n` entries, so a row's splits differ by at most one tile's worth of
-work in the last.
+An item is (row, first tile of entries, end entry, splits of its row), four int32. The grid is fixed from host bounds;
+what is left over of it has row -1. The splits of a row are equally many tiles of `block_n` entries, but for the last.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def schedule_items(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """items [items, 4] int32 and first [rows + 1] int32 (a row's first item) from kv_len [rows], query_start [rows + 1].
+    """kv_len [rows], query_start [rows + 1] -> items [items, 4], first [rows + 1] (a row's first item), all int32.
 
     One program. fixed_tiles > 0: splits of that many tiles, whatever the other rows are. Otherwise the shortest splits
     that fit `slots` programs at once; with more rows than slots, splits of 3/4 of a slot's share, which only cuts rows
@@ -92,6 +91,7 @@ def launch_schedule(
     block_n: int,
 ) -> None:
     rows = kv_len.shape[0]
+    width = max(32, triton.next_power_of_2(rows))
     schedule_items[(1,)](
         kv_len,
         query_start,
@@ -103,6 +103,6 @@ def launch_schedule(
         window or 0,
         fixed_tiles,
         BLOCK_N=block_n,
-        ROWS=max(128, triton.next_power_of_2(rows)),
-        num_warps=4,
+        ROWS=width,
+        num_warps=1 if width <= 128 else 4,  # sums within a warp need no barrier
     )

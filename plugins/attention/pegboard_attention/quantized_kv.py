@@ -5,8 +5,8 @@ A page of one layer holds, all of them KV head by KV head:
 - k (K, S, D), v (K, D, S): v is turned, so that the tokens that a matmul sums over lie side by side;
 - k_scale, v_scale (K, S) float32: the number is scale times what the byte stands for.
 
-"int8": uint8 bytes in offset binary, byte - 128, scale = max |x| / 127. "float8_e4m3fn": scale = max |x| / 448. Scales are
-at least 2^-100, so that their logarithm is finite.
+"int8": uint8 bytes in offset binary, byte - 128, scale = max |x| / 127. "float8_e4m3fn": scale = max |x| / 448. Scales
+are at least 2^-100, so that their logarithm is finite.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def gated_activation(
 def launch_gated(x: Tensor, activation: Activation, launcher: Launcher) -> Tensor:
     """x [T, 2F] = [gate | up], dense rows -> [T, F]
 
-    Reference: `pegboard.ops.TorchOps.gated`, whose rounding of act(gate) it repeats; act itself is within 2 units in the
-    last place of float32. Bytes: 2F read and F written a token."""
+    Reference: `pegboard.ops.TorchOps.gated`, whose rounding of act(gate) it repeats; act itself is within 2 units in
+    the last place of float32. Bytes: 2F read and F written a token."""
     tokens, width = x.shape
     out = x.new_empty(tokens, width // 2)
     gated_activation[(tokens, triton.cdiv(width // 2, _BLOCK))](

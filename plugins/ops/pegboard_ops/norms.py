@@ -57,8 +57,8 @@ def rms_norm(
 def launch_norm(x: Tensor, norm: Norm, residual: Tensor | None, launcher: Launcher) -> Tensor:
     """x [..., E] with dense last dimension -> norm(x) + residual, dense.
 
-    Reference: `pegboard.ops.TorchOps.norm`, of which it repeats every rounding; the sum of squares is added up in another
-    order, so results differ by at most one unit in the last place of x's dtype before the weight and the residual.
+    Reference: `pegboard.ops.TorchOps.norm`, of which it repeats every rounding; the sum of squares is added up in
+    another order, so results differ by at most one unit in the last place of x's dtype before weight and residual.
     Bytes: x, residual and out once each."""
     rows = x.flatten(0, -2)
     added = None if residual is None else residual.flatten(0, -2)

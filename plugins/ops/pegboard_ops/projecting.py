@@ -1,4 +1,4 @@
-"""The matrix product of one row, with the norm before it and the activation and residual after it in the same launch."""
+"""The matrix product of one row, with the norm before it and activation and residual after it in the same launch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def project_row(
         else:
             inside = (c * CHUNK + k < INPUTS)[None, :] & there[:, None]
             part = tl.load(at + c * CHUNK, mask=inside, other=0.0, eviction_policy="evict_first")
-        weights = weights + (part,)  # noqa: RUF005 - triton 3.6 knows no starred tuples
+        weights = weights + (part,)  # type: ignore[assignment]  # noqa: RUF005 - triton knows no stars
     if PDL:
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros([BLOCK, CHUNK], tl.float32)
@@ -111,8 +111,8 @@ class RowShape:
 def row_shape(outputs: int, inputs: int, paired: bool) -> RowShape | None:
     """How one row's product is cut, or None where this kernel is not made for it: its weights would not fit registers.
 
-    Measured on an H200: chunks of 1024 numbers, of 2048 for long rows; four rows at a time where they are short and many,
-    else two."""
+    Measured on an H200: chunks of 1024 numbers, of 2048 for long rows; four rows at a time where they are short and
+    many, else two."""
     if inputs % 8:
         return None
     chunk = 2048 if inputs > 8192 else min(1024, max(128, triton.next_power_of_2(inputs)))

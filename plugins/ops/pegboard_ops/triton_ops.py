@@ -18,6 +18,7 @@ from .gating import launch_gated
 from .launching import Launcher
 from .norms import launch_norm
 from .projecting import added, launch_row, row_shape
+from .projecting_rows import MOST_ROWS, launch_few, splits_for
 from .rope_writing import can_write, launch_rope_write
 
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -37,6 +38,7 @@ class TritonOps(TorchOps):
 
     def __init__(self, need: OpsNeed, *, interpreted: bool = False) -> None:
         self._launcher = Launcher(need.device, interpreted=interpreted)
+        self._hopper = interpreted or (need.device.capability or (0, 0)) >= (9, 0)
         self._fuses = need.dtype != "float32" and not need.batch_invariant
 
     @classmethod
@@ -79,19 +81,30 @@ class TritonOps(TorchOps):
         activation: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        weight = None if linear.partition == "input" else linear.weight  # a part of a sum is the linear's own affair
-        if x.shape[0] == 1 and self._fuses and weight is not None and weight.dtype == x.dtype:
-            shape = row_shape(*weight.shape, paired=activation is not None)
+        weight, rows, paired = self._fusible(x, linear), x.shape[0], activation is not None
+        if weight is not None and rows == 1:
+            shape = row_shape(weight.shape[0], weight.shape[1], paired)
             if shape is not None:
                 return launch_row(x, weight, linear.bias, norm, activation, residual, shape, self._launcher)
         if norm is not None:
             x = self.norm(x, norm)
-        if residual is not None and activation is None and self._fuses and weight is not None and linear.bias is None:
+        if weight is not None and 1 < rows <= MOST_ROWS and self._hopper:
+            splits = splits_for(weight.shape[0], weight.shape[1], paired)
+            if splits is not None:
+                return launch_few(x, weight, linear.bias, activation, residual, splits, self._launcher)
+        if weight is not None and residual is not None and activation is None and linear.bias is None:
             return added(x, weight, residual)
         out = linear(x)
         if activation is not None:
             out = self.gated(out, activation)
         return out if residual is None else residual + out
+
+    def _fusible(self, x: Tensor, linear: Linear) -> Tensor | None:
+        """The weight, when kernels may take the linear's place: not for a part of a sum over ranks."""
+        weight = linear.weight
+        if not self._fuses or weight is None or linear.partition == "input":
+            return None
+        return weight if weight.dtype == x.dtype and weight.is_contiguous() and x.is_contiguous() else None
 
     def rope_write(
         self,

@@ -165,6 +165,27 @@ def test_project(ops: Any, inputs: int, outputs: int, rows: int) -> None:
 
 
 @RUNS
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 1024), (1100, 512), (2056, 512)])
+@pytest.mark.parametrize("rows", [2, 5, 16])
+def test_project_few_rows(ops: Any, outputs: int, inputs: int, rows: int) -> None:
+    x, linear = random(rows, inputs), DenseLinear(random(outputs, inputs, seed=1) * 0.1, random(outputs, seed=2))
+    plain = DenseLinear(linear.weight)
+    norm = Norm(weight=random(inputs, seed=3), eps=1e-5)
+    residual, half = random(rows, outputs, seed=4), random(rows, outputs // 2, seed=5)
+    cases: list[tuple[DenseLinear, Norm | None, Any, Tensor | None]] = [
+        (plain, norm, None, None),
+        (linear, None, "silu", half),
+        (linear, None, None, residual),
+    ]
+    for case, before, activation, added in cases:
+        found = ops.project(x, case, norm=before, activation=activation, residual=added)
+        right = exact(x, case, before, activation, added)
+        assert found.shape == right.shape
+        assert (found.double() - right).norm() / right.norm() < 1.5e-3
+        assert case.called == (0 if ops._hopper else 1)
+
+
+@RUNS
 def test_a_partial_sum_is_left_to_its_linear(ops: Any) -> None:
     linear = DenseLinear(random(8, 64), partition="input")
     ops.project(random(1, 64), linear, residual=random(1, 8))

@@ -56,7 +56,7 @@ def project_few(
     PDL: tl.constexpr,
 ):
     """Grid (blocks of outputs, splits of the inputs, `steps` blocks of them each). With ACTIVATION the weight is
-    [2, F, I] and a block takes BLOCK_N / 2 gates and the matching ups. SPLIT: float32 parts [splits, rows, features]."""
+    [2, F, I] and a block takes BLOCK_N / 2 gates and the matching ups. SPLIT: parts [splits, rows, features]."""
     program, split = tl.program_id(0), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     if PDL:

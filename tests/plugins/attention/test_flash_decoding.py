@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,21 @@ MULTIPROCESSORS = 132 if DEVICE == "cuda" else 4
 
 def head_layer(heads: int = 4, kv_heads: int = 2, size: int = 32, **rest: object) -> AttentionLayer:
     return AttentionLayer(query_heads=heads, kv_heads=kv_heads, head_size=size, scale=size**-0.5, **rest)
+
+
+@dataclass
+class Step:
+    backend: Any
+    layer: AttentionLayer
+    q: Tensor
+    cache: LayerCache
+    rows: Rows
+    workspace: dict[str, Tensor]
+    sinks: Tensor | None
+
+    def forward(self) -> Tensor:
+        plan = self.backend.plan(self.rows, self.layer, self.workspace)
+        return self.backend.forward(self.q, None, None, self.cache, plan, self.sinks)
 
 
 @dataclass
@@ -115,24 +131,28 @@ class Case:
         depth = torch.tensor([b.bit_count() - 1 for b in bits])
         return seen & ((own >= 0) | (entry > kv - n + depth[:, None] - window))
 
-    def expected(self, row: int, sinks: Tensor | None) -> Tensor:
-        """[n, H, D] in float64."""
+    def expected(self, row: int, sinks: Tensor | None, kv: int | None = None) -> Tensor:
+        """[n, H, D] in float64; of the first `kv` entries, when the row is shorter than it was made."""
         layer = self.layer
         q, k, v = self.numbers(row)
+        if kv is not None:
+            shorter = replace(self, rows=[(n, kv) for n, _ in self.rows])
+            k, v = k[:kv], v[:kv]
+        else:
+            shorter = self
         group = layer.query_heads // layer.kv_heads
         k, v = (self.widened(x).repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("nhd,ehd->hne", q, k) * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        scores = scores.masked_fill(~self.visible(row), -torch.inf)
+        scores = scores.masked_fill(~shorter.visible(row), -torch.inf)
         if sinks is not None:
             column = sinks.double().cpu()[:, None, None].expand(-1, q.shape[0], 1)
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., : k.shape[0]]
         return torch.einsum("hne,ehd->nhd", weights, v)
 
-    def run(self) -> tuple[Tensor, Tensor | None]:
-        """-> out [T, H, D] and sinks [H]"""
+    def build(self) -> Step:
         from pegboard_attention.flash_decoding import FlashDecoding
 
         layer, size = self.layer, self.page
@@ -199,9 +219,12 @@ class Case:
             spec.name: torch.full(spec.shape, torch.nan, dtype=torch_dtype(spec.dtype), device=DEVICE)
             for spec in backend.workspace()
         }
-        plan = backend.plan(rows, layer, workspace)
-        q_view = packed[:, 1 : 1 + layer.query_heads]
-        return backend.forward(q_view, None, None, cache, plan, sinks), sinks
+        return Step(backend, layer, packed[:, 1 : 1 + layer.query_heads], cache, rows, workspace, sinks)
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """-> out [T, H, D] and sinks [H]"""
+        step = self.build()
+        return step.forward(), step.sinks
 
     def check(self) -> None:
         out, sinks = self.run()
@@ -303,6 +326,39 @@ class TestInvariance:
     def test_the_same_twice(self) -> None:
         case = Case([(1, 900), (1, 77)], head_layer())
         assert torch.equal(case.run()[0], case.run()[0])
+
+
+@ON_GPU
+class TestOnTheDevice:
+    @pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize("page", [16, 64])
+    @pytest.mark.parametrize("size", [64, 128, 256])
+    def test_bfloat16_of_long_rows(self, kv_dtype: str | None, page: int, size: int) -> None:
+        rows = [(1, 5000), (1, 17), (1, 0), (1, 2048)]
+        Case(rows, head_layer(8, 2, size), torch.bfloat16, kv_dtype=kv_dtype, page=page).check()
+
+    def test_verify_in_bfloat16(self) -> None:
+        Case([(8, 3000), (1, 64), (5, 70)], head_layer(32, 8, 128), torch.bfloat16, page=64).check()
+        tree = [-1, *(i // 2 for i in range(62))]
+        Case([(63, 1500)], head_layer(32, 8, 128), torch.bfloat16, page=64, parents=[tree]).check()
+
+    @pytest.mark.parametrize("rows", [2, 300])
+    def test_a_captured_step_follows_the_lengths(self, rows: int) -> None:
+        """Recorded once for bounds, replayed for other lengths; no launch depends on what the host knows."""
+        case = Case([(1, 1300)] * rows, head_layer(8, 2, 64), page=64)
+        step = case.build()
+        step.forward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step.forward()
+        for lengths in ([1300, 5], [64, 0], [1, 1299]):
+            step.rows.kv_len.fill_(17)
+            step.rows.kv_len[:2] = torch.tensor(lengths, dtype=torch.int32)
+            out.fill_(torch.nan)
+            graph.replay()
+            for row, kv in enumerate([*lengths, 17][: min(rows, 3)]):
+                right = case.expected(row, None, kv) if kv else torch.zeros(1, 8, 64)
+                assert (out[row].double().cpu() - right[0]).norm() <= TOLERANCE[case.dtype] * right.norm()
 
 
 def test_refusals_say_what_is_wrong() -> None:

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pegboard.contracts.attention import AttentionBackend, AttentionLayer, AttentionNeed, KVLayout, LayerCache
 from pegboard.contracts.batch import Rows
 from pegboard.contracts.device import TensorSpec
-from pegboard.dtypes import element_bytes, torch_dtype
+from pegboard.dtypes import torch_dtype
 from pegboard.errors import PegboardError
 
 from .flash_decoding_kernels import attend_items, merge_splits
 from .flash_decoding_schedule import launch_schedule, most_items
+from .flash_decoding_shapes import Shape, Shapes
 from .quantized_kv import STORED, quantized_layout
 
 _DTYPES = ("float16", "bfloat16", "float32")
 #: Queries of a row that fit the kernels' 64-bit ancestor masks.
 _MAX_QUERY = 64
-#: Splits of a row in batch-invariant mode, where their length may not follow the batch.
-_FIXED_SPLITS = 32
 #: A batch that fills the device is not split while no row can have more entries: the slowest row then costs less than
 #: a merge does.
 _UNSPLIT_ENTRIES = 2048
-#: Numbers of one tile of K; V's is as large. Half of it for float32.
-_TILE = 8192
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How one kind of layer is cut into programs."""
-
-    block_m: int
-    block_n: int
-    block_d: int
-    stages: int
-    warps: int
-    #: Programs of it that one multiprocessor holds at once.
-    residents: int
-    #: K and V tiles come through tensor descriptors.
-    tma: bool
 
 
 @dataclass(frozen=True)
@@ -56,10 +36,6 @@ class DecodePlan:
     shape: Shape
     #: Most queries of a row; what no result may depend on in batch-invariant mode.
     max_query: int
-    #: BLOCK_M tiles of a row's (query, head) pairs
-    query_blocks: int
-    #: Pairs of a tile whose partial results are kept
-    part_rows: int
     #: [items, 4] int32 and [R + 1] int32, see `schedule_items`; None: one item a row.
     items: Tensor | None
     first: Tensor | None
@@ -72,20 +48,20 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
     chosen there from its true lengths; a second launch merges them without atomics, so results are deterministic.
 
     In batch-invariant mode spans have a fixed length, so a row's result doesn't depend on its neighbours, bit for bit.
-    `multiprocessors`: how many the device has."""
+    `multiprocessors`: how many the device has. `interpreted`: for Triton's interpreter, which knows neither assembly
+    nor dependent launch."""
 
     capturable = True
 
     def __init__(self, need: AttentionNeed, *, multiprocessors: int, interpreted: bool = False) -> None:
         self._need = need
         self._dtype = torch_dtype(need.dtype)
-        self._multiprocessors = multiprocessors
         self._interpreted = interpreted
-        hopper = not interpreted and (need.device.capability or (0, 0)) >= (9, 0)
-        self._hopper = hopper
+        self._hopper = not interpreted and (need.device.capability or (0, 0)) >= (9, 0)
+        self._shapes = Shapes(need, multiprocessors, descriptors=self._hopper)
         #: See `widen` in the kernels.
         self._format = 1 + list(STORED).index(need.kv_dtype) if need.kv_dtype in STORED else 0
-        if self._format == 2 and hopper:
+        if self._format == 2 and self._hopper:
             self._format = 3
 
     @classmethod
@@ -128,37 +104,26 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
 
     def workspace(self) -> Sequence[TensorSpec]:
         """Partial results of the items of the largest batch, for the layer that needs most."""
-        most = (0, 0)
-        for layer in dict.fromkeys(self._need.layers):
-            shape = self._shape(layer, self._need.max_query, lone_tiles=False)
-            blocks, part_rows = self._pairs(layer, shape, self._need.max_query)
-            tiles = -(-self._need.max_length // shape.block_n)
-            slots = self._slots(layer, shape, blocks)
-            items = most_items(self._need.max_rows, slots, tiles, self._fixed_tiles(shape))
-            pairs = items * layer.kv_heads * blocks * part_rows
-            most = (max(most[0], pairs), max(most[1], pairs * layer.head_size))
+        layers = dict.fromkeys(self._need.layers)
+        pairs = {layer: self._shapes.most_pairs(layer) for layer in layers}
         return (
-            TensorSpec(name="lse", shape=(most[0],), dtype="float32"),
-            TensorSpec(name="partials", shape=(most[1],), dtype="float32"),
+            TensorSpec(name="lse", shape=(max(pairs.values()),), dtype="float32"),
+            TensorSpec(name="partials", shape=(max(pairs[x] * x.head_size for x in layers),), dtype="float32"),
         )
 
     def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> DecodePlan:
         bounds = rows.bounds
         widest = self._need.max_query if self._need.batch_invariant else bounds.max_query
-        shape = self._shape(layer, widest, lone_tiles=False)
-        blocks, part_rows = self._pairs(layer, shape, widest)
-        slots, fixed = self._slots(layer, shape, blocks), self._fixed_tiles(shape)
-        longest = bounds.max_kv
+        shape = self._shapes.shape(layer, widest)
+        fixed, longest = shape.fixed_tiles, bounds.max_kv
         if layer.window is not None:
             longest = min(longest, layer.window + widest + shape.block_n)
         tiles = max(1, -(-longest // shape.block_n))
-        fills = bounds.rows * layer.kv_heads * blocks >= 2 * self._multiprocessors and longest <= _UNSPLIT_ENTRIES
         items = first = None
-        if not fixed and bounds.rows * tiles <= slots:
-            shape = self._shape(layer, widest, lone_tiles=True)
-        if tiles > (fixed or 1) and (fixed or not fills):
+        unsplit = longest <= _UNSPLIT_ENTRIES and self._shapes.fills_device(layer, shape, bounds.rows)
+        if tiles > fixed if fixed else tiles > 1 and not unsplit:
             device = rows.kv_len.device
-            count = most_items(bounds.rows, slots, tiles, fixed)
+            count = most_items(bounds.rows, shape.slots, tiles, fixed)
             items = torch.empty(count, 4, dtype=torch.int32, device=device)
             first = torch.empty(bounds.rows + 1, dtype=torch.int32, device=device)
             launch_schedule(
@@ -166,18 +131,18 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
                 rows.query_start,
                 items,
                 first,
-                slots=slots,
+                slots=shape.slots,
                 window=layer.window,
                 fixed_tiles=fixed,
                 block_n=shape.block_n,
             )
+        if not fixed and bounds.rows * tiles <= shape.slots:
+            shape = self._shapes.shape(layer, widest, lone_tiles=True)
         return DecodePlan(
             rows=rows,
             layer=layer,
             shape=shape,
             max_query=widest,
-            query_blocks=blocks,
-            part_rows=part_rows,
             items=items,
             first=first,
             partials=workspace["partials"],
@@ -208,7 +173,8 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
         tiles = self._descriptors(keys, values, layer, shape) if shape.tma else (_bytes(keys), _bytes(values))
         pdl = {"launch_pdl": True} if self._hopper else {}
         groups = layer.query_heads // layer.kv_heads
-        attend_items[(layer.kv_heads * plan.query_blocks, bounds.rows if plan.items is None else plan.items.shape[0])](
+        items = bounds.rows if plan.items is None else plan.items.shape[0]
+        attend_items[(layer.kv_heads * shape.query_blocks, items)](
             q,
             *tiles,
             cache.tensors["k_scale"] if quantized else None,
@@ -229,7 +195,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
             layer.scale,
             layer.softcap or 0.0,
             layer.window or 0,
-            plan.part_rows,
+            shape.part_rows,
             K_HEADS=layer.kv_heads,
             G=groups,
             D=layer.head_size,
@@ -237,7 +203,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
             PAGE=cache.page_size,
             BLOCK_M=shape.block_m,
             BLOCK_N=shape.block_n,
-            QUERY_BLOCKS=plan.query_blocks,
+            QUERY_BLOCKS=shape.query_blocks,
             MANY=plan.max_query > 1,
             TREE=rows.ancestors is not None,
             WINDOW=layer.window is not None,
@@ -260,13 +226,13 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
                 rows.query_start,
                 sinks,
                 out,
-                plan.part_rows,
+                shape.part_rows,
                 K_HEADS=layer.kv_heads,
                 G=groups,
                 D=layer.head_size,
                 BLOCK_D=shape.block_d,
                 BLOCK_M=shape.block_m,
-                QUERY_BLOCKS=plan.query_blocks,
+                QUERY_BLOCKS=shape.query_blocks,
                 MAX_QUERY=plan.max_query,
                 SPLITS=32,
                 SINKS=layer.sinks,
@@ -275,45 +241,6 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
                 **pdl,
             )
         return out
-
-    def _shape(self, layer: AttentionLayer, max_query: int, *, lone_tiles: bool) -> Shape:
-        """`lone_tiles`: every program has one tile. Measured on an H200: two warps, which wait for each other less, are
-        faster from two tiles on."""
-        pairs = max_query * layer.query_heads // layer.kv_heads
-        block_d = triton.next_power_of_2(layer.head_size)
-        width = element_bytes(self._need.kv_dtype)
-        block_n = max(32, min(128, _TILE // block_d // (2 if width == 4 else 1)))
-        if self._hopper and 64 <= self._need.page_size < block_n:
-            block_n = self._need.page_size  # a tile of one page comes through one descriptor load
-        tma = self._hopper and block_d == layer.head_size and self._need.page_size % block_n == 0
-        # Taller tiles and fewer warps would spill
-        tallest = 64 if block_d <= 128 and self._hopper else 32
-        two_warps = width < 4 and (block_d <= 128 or tma) and not lone_tiles
-        block_m = max(16, min(tallest, triton.next_power_of_2(pairs)))
-        return Shape(
-            block_m=block_m,
-            block_n=block_n,
-            block_d=block_d,
-            stages=3,
-            warps=2 if block_m == 16 and two_warps else 4,
-            residents=4 if block_n * block_d * width <= 8192 else 2,
-            tma=tma,
-        )
-
-    def _pairs(self, layer: AttentionLayer, shape: Shape, max_query: int) -> tuple[int, int]:
-        """(tiles of a row's (query, head) pairs, pairs kept of each)"""
-        pairs = max_query * layer.query_heads // layer.kv_heads
-        blocks = -(-pairs // shape.block_m)
-        return blocks, shape.block_m if blocks > 1 else pairs
-
-    def _slots(self, layer: AttentionLayer, shape: Shape, blocks: int) -> int:
-        """Items that the device works on at once, over all KV heads and query blocks."""
-        return max(1, self._multiprocessors * shape.residents // (layer.kv_heads * blocks))
-
-    def _fixed_tiles(self, shape: Shape) -> int:
-        if not self._need.batch_invariant:
-            return 0
-        return max(4, math.ceil(self._need.max_length / (shape.block_n * _FIXED_SPLITS)))
 
     def _descriptors(
         self, keys: Tensor, values: Tensor, layer: AttentionLayer, shape: Shape

@@ -14,6 +14,7 @@ from pegboard.contracts.ops import Norm, OpsNeed, Rope
 from pegboard_ops.triton_ops import TritonOps
 
 BF16 = torch.bfloat16
+CAPABILITIES = [90, pytest.param(80, marks=pytest.mark.full)]
 
 
 class Dense:
@@ -42,7 +43,7 @@ def norm(size: int) -> Norm:
     return Norm(weight=empty(size), eps=1e-5)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_elementwise(compile_for: Callable[..., Any], capability: int) -> None:
     ops = make_ops(capability)
     with compile_for(capability) as made:
@@ -55,7 +56,7 @@ def test_elementwise(compile_for: Callable[..., Any], capability: int) -> None:
     assert all(found.instructions["LDG"] <= 8 for found in made), "16 bytes a load"
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("form", ["nhd", "hnd-int8"])
 def test_rope_write(compile_for: Callable[..., Any], capability: int, form: str) -> None:
     heads, size, page = 8, 128, 64
@@ -80,7 +81,7 @@ def test_rope_write(compile_for: Callable[..., Any], capability: int, form: str)
     assert made[0].stack == 0
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_one_row(compile_for: Callable[..., Any], capability: int) -> None:
     ops = make_ops(capability)
     with compile_for(capability) as made:

@@ -107,8 +107,10 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
         layers = dict.fromkeys(self._need.layers)
         pairs = {layer: self._shapes.most_pairs(layer) for layer in layers}
         return (
-            TensorSpec(name="lse", shape=(max(pairs.values()),), dtype="float32"),
-            TensorSpec(name="partials", shape=(max(pairs[x] * x.head_size for x in layers),), dtype="float32"),
+            TensorSpec(name="lse", shape=(max(pairs.values(), default=0),), dtype="float32"),
+            TensorSpec(
+                name="partials", shape=(max((pairs[x] * x.head_size for x in layers), default=0),), dtype="float32"
+            ),
         )
 
     def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> DecodePlan:

@@ -64,6 +64,8 @@ class Case:
     invariant: bool = False
     multiprocessors: int = MULTIPROCESSORS
     seed: int = 0
+    #: Keys grow with their place, so that the greatest score comes late.
+    rising: bool = False
 
     @property
     def kv(self) -> str:
@@ -94,6 +96,8 @@ class Case:
             for count, heads in ((n, layer.query_heads), (kv, layer.kv_heads), (kv, layer.kv_heads))
         ]
         made[2] *= torch.rand(kv, layer.kv_heads, 1, generator=generator) * 30 + 1e-3  # scales far apart
+        if self.rising:
+            made[1] *= torch.linspace(0.1, 2, kv)[:, None, None]
         q, k, v = (x.to(self.dtype).double() for x in made)
         return q, k, v
 
@@ -275,6 +279,9 @@ class TestDecode:
 
     def test_full_device_of_short_rows_is_not_split(self) -> None:
         Case([(1, 150 + i) for i in range(6)], head_layer(2, 1, 16), multiprocessors=1).check()
+
+    def test_more_splits_than_are_merged_at_once(self) -> None:
+        Case([(1, 1250), (1, 40)], head_layer(2, 1, 128), torch.float32, multiprocessors=64, rising=True).check()
 
     def test_loose_bound(self) -> None:
         Case(RAGGED, head_layer(), slack=700).check()

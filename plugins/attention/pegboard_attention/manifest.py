@@ -14,4 +14,13 @@ def pegboard_parts() -> tuple[Part, ...]:
             factory="pegboard_attention.torch_backend:TorchAttention",
             summary="Paged attention in plain torch, on any device; the reference for kernels",
         ),
+        Part(
+            role="attention",
+            name="flash_decoding",
+            factory="pegboard_attention.flash_decoding:FlashDecoding",
+            summary="Decode and verify rows in Triton, each split over the whole device; plain, INT8 and FP8 caches",
+            requires=("triton",),
+            devices=("cuda",),
+            priority=10,
+        ),
     )

@@ -1,0 +1,1 @@
+"""Fused Triton kernels for the ops between the matmuls and the attention."""

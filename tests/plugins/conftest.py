@@ -1,0 +1,87 @@
+"""Compiles what production code launches for devices that are not here, and reads the machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel that was launched, as the assembler made it."""
+
+    kernel: str
+    registers: int
+    #: Bytes of spilled registers and other locals
+    stack: int
+    shared: int
+    #: Instruction -> how often it stands in the code
+    instructions: Counter[str]
+
+
+class _Device:
+    """As much of a driver as compiling takes."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _read(name: str, code: bytes, shared: int, folder: Path) -> Compiled:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = folder / f"{name}.cubin"
+    path.write_bytes(code)
+
+    def dump(what: str) -> str:
+        return subprocess.run([tool, what, path], capture_output=True, text=True, check=True).stdout
+
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
+    assert usage is not None
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", dump("-sass"), re.MULTILINE)
+    return Compiled(name, int(usage[1]), int(usage[2]), shared, Counter(found))
+
+
+@pytest.fixture
+def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`with compile_for(90) as made:` launches compile for that capability and don't run; `made` lists them."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+    @contextmanager
+    def compiling(capability: int) -> Iterator[list[Compiled]]:
+        made: list[Compiled] = []
+        run = JITFunction.run
+
+        def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> Any:
+            kernel = run(self, *args, grid=grid, warmup=True, **rest)
+            made.append(_read(self.fn.__name__, kernel.asm["cubin"], kernel.metadata.shared, tmp_path))
+            return kernel
+
+        with monkeypatch.context() as patch:
+            patch.setattr(JITFunction, "run", compile_only)
+            patch.setattr(driver, "_active", _Device(capability))
+            yield made
+
+    return compiling

@@ -1,0 +1,108 @@
+"""What the ops compile to, on machines without a GPU: nothing spills, loads are wide, matmuls use the tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pegboard.contracts.attention import KVLayout, LayerCache
+from pegboard.contracts.device import DeviceFacts, TensorSpec
+from pegboard.contracts.ops import Norm, OpsNeed, Rope
+from pegboard_ops.triton_ops import TritonOps
+
+BF16 = torch.bfloat16
+CAPABILITIES = [90, pytest.param(80, marks=pytest.mark.full)]
+
+
+class Dense:
+    bias = partition = None
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        self.weight = torch.empty(outputs, inputs, dtype=BF16)
+        self.out_features, self.in_features, self.weight_bytes = outputs, inputs, self.weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a product of few rows is a kernel's")
+
+
+def make_ops(capability: int) -> TritonOps:
+    device = DeviceFacts(type="cuda", capability=divmod(capability, 10))
+    return TritonOps(
+        OpsNeed(device=device, dtype="bfloat16", hidden_size=4096, head_sizes=(128,), activations=("silu",))
+    )
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=BF16)
+
+
+def norm(size: int) -> Norm:
+    return Norm(weight=empty(size), eps=1e-5)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_elementwise(compile_for: Callable[..., Any], capability: int) -> None:
+    ops = make_ops(capability)
+    with compile_for(capability) as made:
+        ops.norm(empty(64, 4096), norm(4096), empty(64, 4096))
+        ops.norm(empty(4096, 1024), norm(1024))
+        ops.gated(empty(64, 28672), "silu")
+        ops.embed(torch.zeros(4, dtype=torch.int64), empty(100, 4096))
+    assert [found.kernel for found in made] == ["rms_norm", "rms_norm", "gated_activation", "gather_rows"]
+    assert all(found.stack == 0 for found in made)
+    assert all(found.instructions["LDG"] <= 8 for found in made), "16 bytes a load"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("form", ["nhd", "hnd-int8"])
+def test_rope_write(compile_for: Callable[..., Any], capability: int, form: str) -> None:
+    heads, size, page = 8, 128, 64
+    if form == "nhd":
+        specs = [TensorSpec(name=n, shape=(page, heads, size), dtype="bfloat16") for n in ("k", "v")]
+    else:
+        specs = [
+            TensorSpec(name="k", shape=(heads, page, size), dtype="uint8"),
+            TensorSpec(name="v", shape=(heads, size, page), dtype="uint8"),
+            TensorSpec(name="k_scale", shape=(heads, page), dtype="float32"),
+            TensorSpec(name="v_scale", shape=(heads, page), dtype="float32"),
+        ]
+    tensors = {spec.name: torch.empty((4, *spec.shape), dtype=getattr(torch, spec.dtype)) for spec in specs}
+    cache = LayerCache(layout=KVLayout(name=form, tensors=tuple(specs)), group=0, page_size=page, tensors=tensors)
+    index = torch.zeros(4, dtype=torch.int64)
+    rope = Rope(cos=torch.empty(64, 64), sin=torch.empty(64, 64))
+    with compile_for(capability) as made:
+        make_ops(capability).rope_write(
+            empty(4, 48 * 128), (32, 8, 128), index, rope, cache, index, norm(128), norm(128)
+        )
+    assert [found.kernel for found in made] == ["rotate_and_write"]
+    assert made[0].stack == 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_one_row(compile_for: Callable[..., Any], capability: int) -> None:
+    ops = make_ops(capability)
+    with compile_for(capability) as made:
+        ops.project(empty(1, 4096), Dense(6144, 4096), norm=norm(4096))
+        ops.project(empty(1, 14336), Dense(4096, 14336), residual=empty(1, 4096))
+        ops.project(empty(1, 1024), Dense(6144, 1024), norm=norm(1024), activation="silu")
+    assert [found.kernel for found in made] == ["project_row"] * 3
+    assert all(found.stack == 0 for found in made)
+    # 16 bytes a load: 4 rows of 4096 by 128 threads are 16 of them, and the vectors
+    assert made[0].instructions["LDG"] <= 26
+    assert all((found.instructions["ACQBULK"] > 0) == (capability == 90) for found in made), "dependent launch"
+
+
+def test_few_rows(compile_for: Callable[..., Any]) -> None:
+    ops = make_ops(90)
+    with compile_for(90) as made:
+        ops.project(empty(4, 4096), Dense(4096, 4096), residual=empty(4, 4096))
+        ops.project(empty(16, 1024), Dense(16384, 1024), activation="silu")
+    assert [found.kernel for found in made] == ["project_few", "add_parts", "project_few"]
+    assert all(found.stack == 0 for found in made)
+    for found in (made[0], made[2]):
+        assert found.instructions["HGMMA"] > 0
+        assert found.instructions["UTMALDG"] > 0
+        assert found.instructions["HMMA"] == 0

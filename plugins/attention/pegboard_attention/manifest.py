@@ -14,4 +14,14 @@ def pegboard_parts() -> tuple[Part, ...]:
             factory="pegboard_attention.torch_backend:TorchAttention",
             summary="Paged attention in plain torch, on any device; the reference for kernels",
         ),
+        Part(
+            role="attention",
+            name="flash_attention_2",
+            factory="pegboard_attention.flash_attention_2.backend:FlashAttention2",
+            options="pegboard_attention.flash_attention_2.options:FlashAttention2Options",
+            summary="FlashAttention-2 prefill in Triton, with a path of its own for Hopper GPUs",
+            priority=10,
+            requires=("triton",),
+            devices=("cuda",),
+        ),
     )

@@ -60,8 +60,8 @@ def _copy_block(descriptor, barrier, buffer, pages, entry, head, BLOCK: gl.const
 
 
 @gluon.jit
-def _pages(table, block, last, BLOCK: gl.constexpr, PAGE: gl.constexpr):
-    """The ids of a block's pages; `last` is the place in the table of the row's last one."""
+def _pages(table, block, kv_len, BLOCK: gl.constexpr, PAGE: gl.constexpr):
+    """The ids of a block's pages; page 0 in place of those behind the row's last one, which the table may lack."""
     if PAGE == 0:
         return (block,)
     elif PAGE >= BLOCK:
@@ -69,7 +69,8 @@ def _pages(table, block, last, BLOCK: gl.constexpr, PAGE: gl.constexpr):
     else:
         ids = ()
         for j in gl.static_range(BLOCK // PAGE):
-            ids = ids + (gl.load(table + gl.minimum(block * (BLOCK // PAGE) + j, last)),)
+            place = table + block * (BLOCK // PAGE) + j
+            ids = ids + (gl.load(place, mask=block * BLOCK + j * PAGE < kv_len, other=0),)
         return ids
 
 
@@ -95,13 +96,11 @@ def _load(loads, work, memory, barriers, config, WHAT: gl.constexpr):
         row = gl.load(record + ROW)
         first_block = gl.load(record + FIRST_BLOCK)
         end_block = gl.load(record + END_BLOCK)
+        kv_len = gl.load(record + KV_LEN)
         table = table_ptr + row.to(gl.int64) * table_stride
         base = 0
-        last_page = 0
         if PAGE == 0:
             base = gl.load(kv_start_ptr + row)
-        else:
-            last_page = gl.maximum(gl.load(record + KV_LEN) - 1, 0) // PAGE
         if WHAT == "k":
             first_token = gl.load(record + FIRST_TOKEN)
             side = index % 2
@@ -114,7 +113,7 @@ def _load(loads, work, memory, barriers, config, WHAT: gl.constexpr):
             block = end_block - 1 - past
             slot = step % STAGES
             free = ((step // STAGES) & 1) ^ 1
-            pages = _pages(table, block, last_page, BLOCK, PAGE)
+            pages = _pages(table, block, kv_len, BLOCK, PAGE)
             entry = base + block * BLOCK
             if WHAT == "k":
                 mbarrier.wait(k_free.index(slot), free)
@@ -170,7 +169,7 @@ def _scores(product, block, position, kv_len, rules, MASKED: gl.constexpr, confi
 
 @gluon.jit
 def _blocks(
-    state, first, end, q, position, kv_len, rules, memory, barriers, which: gl.constexpr, MASKED: gl.constexpr, config
+    state, first, end, side, position, kv_len, rules, memory, barriers, which: gl.constexpr, MASKED: gl.constexpr, config
 ):
     """Blocks end - 1 down to first. The state enters and leaves with the weights p of the block before still to be
     multiplied by its V."""
@@ -187,6 +186,7 @@ def _blocks(
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     scale = rules[0]
     empty = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, s_layout)
+    q = q_smem.index(2 * side + which).reshape([GROUP_ROWS, WIDTH])
     for past in range(end - first):
         block = end - 1 - past
         before = step % STAGES
@@ -287,8 +287,6 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         end_block = gl.load(record + END_BLOCK)
         lowest = gl.load(record + LOWEST)
         position = first_position + query
-        q = q_smem.index(2 * (index % 2) + which).reshape([GROUP_ROWS, WIDTH])
-
         slot = step % STAGES
         phase = (step // STAGES) & 1
         s = _scores(s, end_block - 1, position, kv_len, rules, True, config)
@@ -308,17 +306,22 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         if WINDOW:
             last_start = first_position + valid - window  # the first entry that the last query sees
             whole_first = gl.minimum(gl.maximum((last_start + BLOCK - 1) // BLOCK, first_block), whole_end)
+        # Three times the same, which the compiler must not know: from one value ptxas 12.8 derives the address of Q
+        # before the first of the loops over blocks only, and reads garbage in the second when the first is empty
+        late_side = index % 2
+        whole_side = late_side + (valid >> 16)
+        early_side = late_side + (kv_len >> 31)
         state = (p, acc, peak, total, step, turn)
         if CAUSAL:
             state = _blocks(
-                state, whole_end, end_block - 1, q, position, kv_len, rules, memory, barriers, which, True, config
+                state, whole_end, end_block - 1, late_side, position, kv_len, rules, memory, barriers, which, True, config
             )
         state = _blocks(
-            state, whole_first, whole_end, q, position, kv_len, rules, memory, barriers, which, False, config
+            state, whole_first, whole_end, whole_side, position, kv_len, rules, memory, barriers, which, False, config
         )
         if WINDOW:
             state = _blocks(
-                state, first_block, whole_first, q, position, kv_len, rules, memory, barriers, which, True, config
+                state, first_block, whole_first, early_side, position, kv_len, rules, memory, barriers, which, True, config
             )
         p, acc, peak, total, step, turn = state
         mbarrier.arrive(q_free.index(index % 2), count=1)
@@ -345,6 +348,7 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         product = warpgroup_mma(q, k.permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.arrive(turns.index(1 - which), count=1)
         turn += 1
+        seen_any = total > 0
         if SINKS:
             head = group * HEADS + (gl.arange(0, GROUP_ROWS, layout=row_layout) % HEADS)
             sink = gl.load(sinks_ptr + head) * LOG2E
@@ -354,14 +358,14 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
             peak = higher
         else:
             fade = gl.full_like(total, 1.0)
-        fade = gl.where(kv_len > 0, fade / total, 0.0)
+        fade = gl.where(seen_any, fade / total, 0.0)
         acc = warpgroup_mma_wait(1, deps=[mixed])
         mbarrier.arrive(v_free.index(slot), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(fade, o_row_layout), 1)
 
         if LSE:
             head = group * HEADS + gl.arange(0, GROUP_ROWS, layout=row_layout) % HEADS
-            lse = gl.where(kv_len > 0, (peak + gl.log2(total)) * LN2, -float("inf"))
+            lse = gl.where(seen_any, (peak + gl.log2(total)) * LN2, -float("inf"))
             gl.store(lse_ptr + head.to(gl.int64) * tokens + first_token + query, lse, mask=query < valid)
         if valid == TILE:
             staging = o_smem.index(which)

@@ -152,6 +152,7 @@ def portable_forward(
         pre_scale, window, k_page, k_entry, v_page, v_entry, BLOCK, PAGE, WIDTH, HEAD_SIZE, CAUSAL, SOFTCAP, True,
     )  # fmt: skip
 
+    seen_any = total > 0
     if SINKS:
         sink = tl.load(sinks_ptr + head) * LOG2E
         higher = tl.maximum(peak, sink)
@@ -159,10 +160,10 @@ def portable_forward(
         total = total * fade + tl.math.exp2(sink - higher)
         acc = acc * fade[:, None]
         peak = higher
-    total = tl.where(kv_len > 0, total, 1.0)
-    acc = tl.where(kv_len > 0, acc / total[:, None], 0.0)
+    total = tl.where(seen_any, total, 1.0)
+    acc = tl.where(seen_any[:, None], acc / total[:, None], 0.0)
     if LSE:
-        lse = tl.where(kv_len > 0, (peak + tl.math.log2(total)) * LN2, -float("inf"))
+        lse = tl.where(seen_any, (peak + tl.math.log2(total)) * LN2, -float("inf"))
         tl.store(lse_ptr + head.to(tl.int64) * tokens + token, lse, mask=query < valid)
     heads_in_all = groups * HEADS
     place = (token * heads_in_all + head) * HEAD_SIZE

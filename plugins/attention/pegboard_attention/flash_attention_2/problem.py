@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .schedule import Schedule
+if TYPE_CHECKING:
+    from .schedule import Schedule
 
 #: A tile holds at least this many queries, so at most TILE_ROWS / MIN_TILE_TOKENS heads are packed.
 MIN_TILE_TOKENS = 8
-INT32_MAX = 2**31 - 1
+#: More entries than a row can have, with room for sums in 32 bits.
+EVERYTHING = 2**30
 LOG2E = 1.4426950408889634
 
 
@@ -45,7 +48,7 @@ class Mixing:
     @property
     def reach(self) -> int:
         """How far back a query sees, its own entry included."""
-        return INT32_MAX if self.window is None else min(self.window, INT32_MAX)
+        return EVERYTHING if self.window is None else min(self.window, EVERYTHING)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .problem import EVERYTHING
+
 #: int32 fields of a tile's record, see `Schedule.tiles`.
 FIELDS = tl.constexpr(8)
 ROW = tl.constexpr(0)
@@ -70,7 +72,7 @@ def make_schedule(
         tiles,
         count,
         rows,
-        window or 0,
+        min(window or 0, EVERYTHING),
         TILE=tile_tokens,
         BLOCK=block,
         CAUSAL=causal,

@@ -74,7 +74,7 @@ def flash_attention(
         softcap=softcap,
     )
     flat = (x if ragged else x.flatten(0, 1) for x in (q, k, v))
-    out, lse = _FlashAttention.apply(*flat, rows, mixing)
+    out, lse = _FlashAttention.apply(*flat, rows, mixing)  # type: ignore[no-untyped-call]
     return out.view(q.shape), lse
 
 
@@ -92,14 +92,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dimensions: int, causal: bool, windo
     if not interpreted and (q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16)):
         raise PegboardError(f"runs in bfloat16 and float16 on CUDA devices, not in {q.dtype} on {q.device}")
     if window is not None and (window < 1 or not causal):
-        raise PegboardError(f"a window is at least 1 entry and needs causal attention, not {window} and causal={causal}")
+        raise PegboardError(
+            f"a window is at least 1 entry and needs causal attention, not {window} and causal={causal}"
+        )
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Ragged, mixing: Mixing
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Ragged, mixing: Mixing) -> tuple[Tensor, Tensor]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         path = choose_path("auto", device_capability(q.device), dtype_name(q.dtype), mixing.head_size)
         tiling = path.tiling(mixing)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors  # kernels: compiled by Triton, not typed Python
 """Gradients of attention, with scores recomputed tile by tile from the row sums that the forward pass kept.
 
 Two kernels: one holds a block of K and V and walks over the queries that see it, the other holds queries and walks over
@@ -63,7 +64,7 @@ def kv_gradients(
         first_query = tl.maximum(start - (kv_len - queries), 0) // M * M
         end_query = tl.minimum(queries, start + N - 1 - (kv_len - queries) + window)
     group = query_heads // kv_heads
-    for member in range(0, group):
+    for member in range(group):
         head = kv_head * group + member
         for begin in range(first_query, end_query, M):
             query = begin + tl.arange(0, M)

@@ -1,10 +1,15 @@
+# mypy: ignore-errors  # kernels: compiled by Triton, not typed Python
 """The forward pass on Hopper: bulk copies, warp specialisation and asynchronous matrix products, in Gluon.
 
-One program a multiprocessor takes tiles from the schedule. Two warps load: Q once a tile, then blocks of K
-and V from the last to the first, page by page. Two warpgroups of 64 query rows each compute. They take turns: while the matrix
+One program a multiprocessor takes tiles from the schedule. Two warps load: Q once a tile, then blocks of K and V from
+the last to the first, page by page. Two warpgroups of 64 query rows each compute. They take turns: while the matrix
 units work on one's QK of a block and PV of the block before, the other exponentiates (the overlap of FlashAttention-3,
-Shah et al., 2024, arXiv 2407.08608). The matrix units are the limit; K and V come from L2, where programs that share a
-KV head walk side by side.
+Shah et al., 2024, arXiv 2407.08608); QK of a tile's first block is issued beside PV of the last tile's last. The matrix
+units, and then the chip's power, are the limit; K and V come from L2, where programs that share a KV head walk side by
+side.
+
+Tuples bundle what functions share: loads, stores and work are what a role needs of the arguments; rules says how scores
+are made; config holds the compile-time constants, in the order of `hopper_forward`.
 """
 
 from __future__ import annotations
@@ -64,13 +69,13 @@ def _pages(table, block, kv_len, BLOCK: gl.constexpr, PAGE: gl.constexpr):
     """The ids of a block's pages; page 0 in place of those behind the row's last one, which the table may lack."""
     if PAGE == 0:
         return (block,)
-    elif PAGE >= BLOCK:
+    elif PAGE >= BLOCK:  # noqa: RET505  # compile-time branches
         return (gl.load(table + block * BLOCK // PAGE),)
     else:
         ids = ()
         for j in gl.static_range(BLOCK // PAGE):
             place = table + block * (BLOCK // PAGE) + j
-            ids = ids + (gl.load(place, mask=block * BLOCK + j * PAGE < kv_len, other=0),)
+            ids = ids + (gl.load(place, mask=block * BLOCK + j * PAGE < kv_len, other=0),)  # noqa: RUF005
         return ids
 
 
@@ -79,8 +84,8 @@ def _load(loads, work, memory, barriers, config, WHAT: gl.constexpr):
     """Q and K, or V: a warp each, so that many small pages are asked for in time."""
     q_desc, k_desc, v_desc, table_ptr, table_stride, kv_start_ptr = loads
     tiles_ptr, count_ptr, groups, groups_per_kv = work
-    q_smem, o_smem, k_smem, v_smem = memory
-    q_full, q_free, k_full, k_free, v_full, v_free, turns = barriers
+    q_smem, _, k_smem, v_smem = memory
+    q_full, q_free, k_full, k_free, v_full, v_free, _ = barriers
     BLOCK: gl.constexpr = config[0]
     PAGE: gl.constexpr = config[1]
     STAGES: gl.constexpr = config[2]
@@ -135,12 +140,12 @@ def _load_v(loads, work, memory, barriers, config):
 
 
 @gluon.jit
-def _scores(product, block, position, kv_len, rules, MASKED: gl.constexpr, config):
+def _scores(product, block, sight, rules, config, MASKED: gl.constexpr):
     """What the softmax sees of a block: capped and masked."""
-    scale, pre_scale, window = rules
+    position, kv_len = sight
+    _, pre_scale, window = rules
     BLOCK: gl.constexpr = config[0]
     CAUSAL: gl.constexpr = config[4]
-    WINDOW: gl.constexpr = config[5]
     SOFTCAP: gl.constexpr = config[6]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     if SOFTCAP:
@@ -168,14 +173,12 @@ def _scores(product, block, position, kv_len, rules, MASKED: gl.constexpr, confi
 
 
 @gluon.jit
-def _blocks(
-    state, first, end, side, position, kv_len, rules, memory, barriers, which: gl.constexpr, MASKED: gl.constexpr, config
-):
+def _blocks(state, first, end, side, sight, rules, memory, barriers, config, which: gl.constexpr, MASKED: gl.constexpr):
     """Blocks end - 1 down to first. The state enters and leaves with the weights p of the block before still to be
     multiplied by its V."""
     p, acc, peak, total, step, turn = state
-    q_smem, o_smem, k_smem, v_smem = memory
-    q_full, q_free, k_full, k_free, v_full, v_free, turns = barriers
+    q_smem, _, k_smem, v_smem = memory
+    _, _, k_full, k_free, v_full, v_free, turns = barriers
     BLOCK: gl.constexpr = config[0]
     STAGES: gl.constexpr = config[2]
     WIDTH: gl.constexpr = v_smem.shape[4]
@@ -206,7 +209,7 @@ def _blocks(
         turn += 1
         s = warpgroup_mma_wait(1, deps=[product])
         mbarrier.arrive(k_free.index(slot), count=1)
-        s = _scores(s, block, position, kv_len, rules, MASKED, config)
+        s = _scores(s, block, sight, rules, config, MASKED)
         higher = gl.maximum(peak, gl.max(s, 1) * scale)
         p = gl.exp2(s * scale - gl.expand_dims(higher, 1))
         fade = gl.exp2(peak - higher)
@@ -239,10 +242,10 @@ def _clean(buffer, block, lowest, kv_len, BLOCK: gl.constexpr):
 @gluon.jit
 def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr):
     o_desc, o_ptr, lse_ptr, sinks_ptr, tokens = stores
-    tiles_ptr, count_ptr, groups, groups_per_kv = work
+    tiles_ptr, count_ptr, groups, _ = work
     q_smem, o_smem, k_smem, v_smem = memory
     q_full, q_free, k_full, k_free, v_full, v_free, turns = barriers
-    scale, pre_scale, window = rules
+    scale, _, window = rules
     BLOCK: gl.constexpr = config[0]
     STAGES: gl.constexpr = config[2]
     HEADS: gl.constexpr = config[3]
@@ -286,10 +289,10 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         first_block = gl.load(record + FIRST_BLOCK)
         end_block = gl.load(record + END_BLOCK)
         lowest = gl.load(record + LOWEST)
-        position = first_position + query
+        sight = (first_position + query, kv_len)
         slot = step % STAGES
         phase = (step // STAGES) & 1
-        s = _scores(s, end_block - 1, position, kv_len, rules, True, config)
+        s = _scores(s, end_block - 1, sight, rules, config, True)
         peak = gl.maximum(gl.max(s, 1) * scale, LEAST)
         p = gl.exp2(s * scale - gl.expand_dims(peak, 1))
         total = gl.sum(p, 1)
@@ -314,14 +317,12 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         state = (p, acc, peak, total, step, turn)
         if CAUSAL:
             state = _blocks(
-                state, whole_end, end_block - 1, late_side, position, kv_len, rules, memory, barriers, which, True, config
+                state, whole_end, end_block - 1, late_side, sight, rules, memory, barriers, config, which, True
             )
-        state = _blocks(
-            state, whole_first, whole_end, whole_side, position, kv_len, rules, memory, barriers, which, False, config
-        )
+        state = _blocks(state, whole_first, whole_end, whole_side, sight, rules, memory, barriers, config, which, False)
         if WINDOW:
             state = _blocks(
-                state, first_block, whole_first, early_side, position, kv_len, rules, memory, barriers, which, True, config
+                state, first_block, whole_first, early_side, sight, rules, memory, barriers, config, which, True
             )
         p, acc, peak, total, step, turn = state
         mbarrier.arrive(q_free.index(index % 2), count=1)
@@ -338,7 +339,7 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         q = q_smem.index(2 * side + which).reshape([GROUP_ROWS, WIDTH])
         k = k_smem.index(ahead).reshape([BLOCK, WIDTH])
         v = v_smem.index(slot).reshape([BLOCK, WIDTH])
-        if WINDOW:
+        if WINDOW:  # noqa: SIM102  # one at compile time, one at run time
             if first_block * BLOCK < lowest:
                 _clean(v, first_block, lowest, kv_len, BLOCK)
         mbarrier.wait(q_full.index(side), ((index + 1) // 2) & 1, pred=more)

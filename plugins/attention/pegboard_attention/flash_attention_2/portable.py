@@ -1,8 +1,9 @@
+# mypy: ignore-errors  # kernels: compiled by Triton, not typed Python
 """The forward pass for any GPU that Triton knows, and for its interpreter: pointers, masks, one tile a program.
 
-A program holds the queries of a tile and walks over blocks of K and V, from the first to the last that any of them sees;
-masks are only computed where some query does not see all of a block. It moves K and V once for each tile; the matrix
-units are the limit, as long as loads are far enough ahead.
+A program holds the queries of a tile and walks over blocks of K and V, from the first to the last that any of them
+sees; masks are only computed where some query does not see all of a block. It moves K and V once for each tile; the
+matrix units are the limit, as long as loads are far enough ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _page_ids(table_ptr, block, last, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     """The pages of a block's entries; those after the row's last entry are on its page."""
     if PAGE == 0:
         return 0
-    elif PAGE >= BLOCK:
+    elif PAGE >= BLOCK:  # noqa: RET505  # compile-time branches
         return tl.load(table_ptr + tl.minimum(block * BLOCK, last) // PAGE)
     else:
         return tl.load(table_ptr + tl.minimum(block * BLOCK + tl.arange(0, BLOCK), last) // PAGE)

@@ -16,7 +16,7 @@ from .backward import kv_gradients, query_gradients
 from .paths import choose_path, device_capability
 from .problem import Entries, Forward, Mixing
 from .schedule import make_schedule
-from .tiling import padded_width
+from .tiling import Tiling, backward_tilings, padded_width
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Ragged, mixing: Mixing) -> tuple[Tensor, Tensor]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         path = choose_path("auto", device_capability(q.device), dtype_name(q.dtype), mixing.head_size)
-        tiling = path.tiling(mixing)
+        tiling = path.tiling
         schedule = make_schedule(
             rows.query_start,
             rows.kv_start.diff(),
@@ -116,7 +116,7 @@ class _FlashAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = torch.empty(mixing.query_heads, q.shape[0], dtype=torch.float32, device=q.device)
         entries = Entries(k[None], v[None], starts=rows.kv_start)
-        path.launch(Forward(q, entries, schedule, mixing, out, lse=lse))
+        path.launch(Forward(q, entries, schedule, mixing, tiling, out, lse=lse))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rows, ctx.mixing = rows, mixing
         ctx.mark_non_differentiable(lse)
@@ -132,24 +132,24 @@ class _FlashAttention(torch.autograd.Function):
         delta = (dout.float() * out.float()).sum(-1).t().contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         scale, pre_scale = mixing.exponents
-        side = 64 if padded_width(mixing.head_size) <= 128 else 32
         shared = (q.shape[0], mixing.query_heads, mixing.kv_heads, scale, pre_scale, mixing.scale, mixing.reach)
         constants = {
-            "M": side,
-            "N": side,
             "WIDTH": padded_width(mixing.head_size),
             "HEAD_SIZE": mixing.head_size,
             "CAUSAL": mixing.causal,
             "SOFTCAP": mixing.softcap is not None,
-            "num_warps": 4,
-            "num_stages": 2,
         }
         count = rows.query_start.shape[0] - 1
         starts = (rows.query_start, rows.kv_start)
-        kv_gradients[(triton.cdiv(rows.max_kv, side), count, mixing.kv_heads)](
-            q, k, v, dout, lse, delta, dk, dv, *starts, *shared, **constants
+        per_block, per_query = backward_tilings(mixing.head_size)
+        kv_gradients[(triton.cdiv(rows.max_kv, per_block.block), count, mixing.kv_heads)](
+            q, k, v, dout, lse, delta, dk, dv, *starts, *shared, **constants, **_compiled_for(per_block)
         )
-        query_gradients[(triton.cdiv(rows.max_query, side), count, mixing.query_heads)](
-            q, k, v, dout, lse, delta, dq, *starts, *shared, **constants
+        query_gradients[(triton.cdiv(rows.max_query, per_query.rows), count, mixing.query_heads)](
+            q, k, v, dout, lse, delta, dq, *starts, *shared, **constants, **_compiled_for(per_query)
         )
         return dq, dk, dv, None, None
+
+
+def _compiled_for(tiling: Tiling) -> dict[str, int]:
+    return {"M": tiling.rows, "N": tiling.block, "num_warps": tiling.warps, "num_stages": tiling.stages}

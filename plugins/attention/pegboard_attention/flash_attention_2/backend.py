@@ -96,7 +96,7 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
             softcap=layer.softcap,
         )
         path = choose_path(self._kernel, self._need.device.capability, self._need.dtype, layer.head_size)
-        tiling = path.tiling(mixing)
+        tiling = path.tiling
         schedule = make_schedule(
             rows.query_start,
             rows.kv_len,
@@ -124,7 +124,7 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
             raise PegboardError("the layer has sinks and none were given" if plan.sinks else "sinks without need")
         entries = Entries(cache.tensors["k"], cache.tensors["v"], table=plan.page_table)
         out = torch.empty(expected, dtype=q.dtype, device=q.device)
-        plan.path.launch(Forward(q, entries, plan.schedule, plan.mixing, out, sinks=sinks))
+        plan.path.launch(Forward(q, entries, plan.schedule, plan.mixing, plan.path.tiling, out, sinks=sinks))
         return out
 
 

@@ -1,4 +1,5 @@
-# mypy: ignore-errors  # kernels: compiled by Triton, not typed Python
+# Kernels are compiled by Triton: they are no typed Python
+# mypy: ignore-errors
 """Gradients of attention, with scores recomputed tile by tile from the row sums that the forward pass kept.
 
 Two kernels: one holds a block of K and V and walks over the queries that see it, the other holds queries and walks over

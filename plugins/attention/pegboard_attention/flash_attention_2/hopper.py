@@ -1,4 +1,5 @@
-# mypy: ignore-errors  # kernels: compiled by Triton, not typed Python
+# Kernels are compiled by Triton: they are no typed Python
+# mypy: ignore-errors
 """The forward pass on Hopper: bulk copies, warp specialisation and asynchronous matrix products, in Gluon.
 
 One program a multiprocessor takes tiles from the schedule. Two warps load: Q once a tile, then blocks of K and V from

@@ -10,19 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import hopper_forward
-from .problem import Forward, Mixing
-from .tiling import Tiling, hopper_tiling, padded_width
+from .problem import Forward
+from .tiling import padded_width
 
 _GROUP_ROWS = 64
 
 
-def tiling(mixing: Mixing) -> Tiling:
-    return hopper_tiling(mixing.head_size)
-
-
 def launch(call: Forward) -> None:
     mixing, entries, q = call.mixing, call.entries, _aligned(call.q)
-    sizes = tiling(mixing)
+    sizes = call.tiling
     heads = mixing.packed_heads(sizes.rows)
     block, width = sizes.block, max(64, padded_width(mixing.head_size))
     groups = mixing.query_heads // heads

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from .options import KernelName
-from .problem import Forward, Mixing
-from .tiling import Tiling
+from .problem import Forward
+from .tiling import Tiling, hopper_tiling, portable_tiling
 
 #: Releases of Triton whose Gluon the Hopper kernel is written for: >= the first, < the second.
 GLUON_RELEASES = ((3, 6), (3, 8))
@@ -20,7 +20,7 @@ HOPPER_HEAD_SIZES = range(8, 129, 8)
 
 
 class Path(NamedTuple):
-    tiling: Callable[[Mixing], Tiling]
+    tiling: Tiling
     launch: Callable[[Forward], None]
 
 
@@ -43,12 +43,12 @@ def hopper_refusals(capability: tuple[int, int] | None, dtype: str, head_size: i
 def choose_path(kernel: KernelName, capability: tuple[int, int] | None, dtype: str, head_size: int) -> Path:
     """The path for one layer. Its result does not depend on the batch, only on the layer and the device."""
     if kernel == "hopper" or (kernel == "auto" and not hopper_refusals(capability, dtype, head_size)):
-        from . import hopper_launch
+        from .hopper_launch import launch
 
-        return Path(hopper_launch.tiling, hopper_launch.launch)
-    from . import portable_launch
+        return Path(hopper_tiling(head_size), launch)
+    from .portable_launch import launch
 
-    return Path(portable_launch.tiling, portable_launch.launch)
+    return Path(portable_tiling(head_size, capability), launch)
 
 
 def device_capability(device: torch.device) -> tuple[int, int] | None:

@@ -1,4 +1,5 @@
-# mypy: ignore-errors  # kernels: compiled by Triton, not typed Python
+# Kernels are compiled by Triton: they are no typed Python
+# mypy: ignore-errors
 """The forward pass for any GPU that Triton knows, and for its interpreter: pointers, masks, one tile a program.
 
 A program holds the queries of a tile and walks over blocks of K and V, from the first to the last that any of them

@@ -6,18 +6,14 @@ import torch
 from torch import Tensor
 
 from .portable import portable_forward
-from .problem import Forward, Mixing
-from .tiling import Tiling, padded_width, portable_tiling
-
-
-def tiling(mixing: Mixing) -> Tiling:
-    return portable_tiling(mixing.head_size)
+from .problem import Forward
+from .tiling import padded_width
 
 
 def launch(call: Forward) -> None:
     mixing, entries, q = call.mixing, call.entries, _last_contiguous(call.q)
     k, v = _last_contiguous(entries.k), _last_contiguous(entries.v)
-    sizes = tiling(mixing)
+    sizes = call.tiling
     heads = mixing.packed_heads(sizes.rows)
     groups = mixing.query_heads // heads
     scale, pre_scale = mixing.exponents

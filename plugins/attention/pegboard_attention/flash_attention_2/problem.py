@@ -9,6 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .schedule import Schedule
+    from .tiling import Tiling
 
 #: A tile holds at least this many queries, so at most TILE_ROWS / MIN_TILE_TOKENS heads are packed.
 MIN_TILE_TOKENS = 8
@@ -75,6 +76,7 @@ class Forward:
     entries: Entries
     schedule: Schedule
     mixing: Mixing
+    tiling: Tiling
     out: Tensor
     lse: Tensor | None = None
     sinks: Tensor | None = None

@@ -1,4 +1,5 @@
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"  # the kernel at the end
+# The kernel at the end is compiled by Triton: it is no typed Python
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Which tile of queries does what, found on the device: one launch, no sort, no synchronisation.
 
 A tile is a run of consecutive queries of one row. Persistent programs take tiles in the order of this schedule, those

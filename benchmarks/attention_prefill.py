@@ -4,8 +4,8 @@
 
 32 query and 8 KV heads of 128, causal, bfloat16, 16k tokens in all. TFLOP/s count half of all scores: 4 * b * s^2 * H *
 D / 2 operations. Times are medians of `triton.testing.do_bench`, long enough for the clock to settle, with cold L2;
-candidates take turns, so that a chip that warms up is unfair to none. `error` is the norm of the difference to attention
-in float64 over its norm, for a few heads. SDPA gets contiguous K/V; pages are shuffled.
+candidates take turns, so that a chip that warms up is unfair to none. `error` is the norm of the difference from
+attention in float64 over its norm, for a few heads. SDPA gets contiguous K/V; pages are shuffled.
 """
 
 from __future__ import annotations

@@ -219,6 +219,7 @@ FACTS: list[dict[str, Any]] = [
 # Under the interpreter
 
 
+@pytest.mark.supports("Attention", "FlashAttention-2, forward over pages and backward (part flash_attention_2)")
 @compiled
 def test_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -652,7 +653,6 @@ RAGGED = [(1, 1), (300, 300), (7, 0), (129, 700), (64, 64), (33, 1000), (128, 12
 class TestOnGpu:
     pytestmark = on_gpu
 
-    @pytest.mark.supports("Attention", "FlashAttention-2 prefill on NVIDIA GPUs, ragged, paged, with prefixes")
     @pytest.mark.parametrize("kernel", KERNELS)
     @pytest.mark.parametrize("page_size", [16, 64, 128, 256])
     def test_pages(self, page_size: int, kernel: str) -> None:

@@ -2,12 +2,12 @@
 # mypy: ignore-errors
 """The forward pass on Hopper: bulk copies, warp specialisation and asynchronous matrix products, in Gluon.
 
-One program a multiprocessor takes tiles from the schedule. Two warps load: Q once a tile, then blocks of K and V from
-the last to the first, page by page. Two warpgroups of 64 query rows each compute. They take turns: while the matrix
-units work on one's QK of a block and PV of the block before, the other exponentiates (the overlap of FlashAttention-3,
-Shah et al., 2024, arXiv 2407.08608); QK of a tile's first block is issued beside PV of the last tile's last. The matrix
-units, and then the chip's power, are the limit; K and V come from L2, where programs that share a KV head walk side by
-side.
+One program a multiprocessor takes tiles from the schedule. Two warps load (`hopper_loads`): Q once a tile, then blocks
+of K and V from the last to the first, page by page. Two warpgroups of 64 query rows each compute. They take turns:
+while the matrix units work on one's QK of a block and PV of the block before, the other exponentiates (the overlap of
+FlashAttention-3, Shah et al., 2024, arXiv 2407.08608); QK of a tile's first block is issued beside PV of the last
+tile's last. The matrix units, and then the chip's power, are the limit; K and V come from L2, where programs that share
+a KV head walk side by side.
 
 Tuples bundle what functions share: loads, stores and work are what a role needs of the arguments; rules says how scores
 are made; config holds the compile-time constants, in the order of `hopper_forward`.
@@ -25,119 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .schedule import END_BLOCK, FIELDS, FIRST_BLOCK, FIRST_TOKEN, KV_LEN, LOWEST, POSITION, ROW, TOKENS
+from .hopper_loads import GROUP_ROWS, load_q_and_k, load_v, rounds_of, tile_of
+from .schedule import END_BLOCK, FIELDS, FIRST_BLOCK, FIRST_TOKEN, KV_LEN, LOWEST, POSITION, TOKENS
 
-#: Rows (queries x heads) of a warpgroup. A tile has those of two.
-GROUP_ROWS = gl.constexpr(64)
 #: Hidden scores are -inf, and a row's greatest score at least this: exp2(-inf - LEAST) is 0, not NaN, while a row has
 #: seen nothing yet.
 LEAST = gl.constexpr(-1e30)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _tile(index):
-    """The index-th tile of this program. Odd rounds go backwards, so that nobody has the longest one in every round."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    return index * programs + gl.where(index % 2 == 1, programs - 1 - program, program)
-
-
-@gluon.jit
-def _rounds(tiles):
-    """How many tiles this program takes. Only the last round may lack some."""
-    whole = tiles // gl.num_programs(0)
-    return whole + (_tile(whole) < tiles).to(gl.int32)
-
-
-@gluon.jit
-def _copy_block(descriptor, barrier, buffer, pages, entry, head, BLOCK: gl.constexpr, PAGE: gl.constexpr):
-    """One block of K or V of one head, from its pages or, without pages, from entries that lie side by side."""
-    mbarrier.expect(barrier, BLOCK * buffer.shape[3] * 2)
-    if PAGE == 0:
-        tma.async_copy_global_to_shared(descriptor, [0, entry, head, 0], barrier, buffer)
-    elif PAGE >= BLOCK:
-        tma.async_copy_global_to_shared(descriptor, [pages[0], entry % PAGE, head, 0], barrier, buffer)
-    else:
-        for j in gl.static_range(BLOCK // PAGE):
-            part = buffer.slice(j * PAGE, PAGE, dim=1)
-            tma.async_copy_global_to_shared(descriptor, [pages[j], 0, head, 0], barrier, part)
-
-
-@gluon.jit
-def _pages(table, block, kv_len, BLOCK: gl.constexpr, PAGE: gl.constexpr):
-    """The ids of a block's pages; page 0 in place of those behind the row's last one, which the table may lack."""
-    if PAGE == 0:
-        return (block,)
-    elif PAGE >= BLOCK:  # noqa: RET505  # compile-time branches
-        return (gl.load(table + block * BLOCK // PAGE),)
-    else:
-        ids = ()
-        for j in gl.static_range(BLOCK // PAGE):
-            place = table + block * (BLOCK // PAGE) + j
-            ids = ids + (gl.load(place, mask=block * BLOCK + j * PAGE < kv_len, other=0),)  # noqa: RUF005
-        return ids
-
-
-@gluon.jit
-def _load(loads, work, memory, barriers, config, WHAT: gl.constexpr):
-    """Q and K, or V: a warp each, so that many small pages are asked for in time."""
-    q_desc, k_desc, v_desc, table_ptr, table_stride, kv_start_ptr = loads
-    tiles_ptr, count_ptr, groups, groups_per_kv = work
-    q_smem, _, k_smem, v_smem = memory
-    q_full, q_free, k_full, k_free, v_full, v_free, _ = barriers
-    BLOCK: gl.constexpr = config[0]
-    PAGE: gl.constexpr = config[1]
-    STAGES: gl.constexpr = config[2]
-    HEADS: gl.constexpr = config[3]
-    TILE: gl.constexpr = 2 * GROUP_ROWS // HEADS
-
-    step = 0
-    for index in range(_rounds(gl.load(count_ptr) * groups)):
-        tile = _tile(index)
-        group = tile % groups
-        head = group // groups_per_kv
-        record = tiles_ptr + (tile // groups) * FIELDS
-        row = gl.load(record + ROW)
-        first_block = gl.load(record + FIRST_BLOCK)
-        end_block = gl.load(record + END_BLOCK)
-        kv_len = gl.load(record + KV_LEN)
-        table = table_ptr + row.to(gl.int64) * table_stride
-        base = 0
-        if PAGE == 0:
-            base = gl.load(kv_start_ptr + row)
-        if WHAT == "k":
-            first_token = gl.load(record + FIRST_TOKEN)
-            side = index % 2
-            mbarrier.wait(q_free.index(side), ((index // 2) & 1) ^ 1)
-            mbarrier.expect(q_full.index(side), 2 * GROUP_ROWS * q_smem.shape[3] * 2)
-            for part in gl.static_range(2):
-                place = [first_token + part * (TILE // 2), group * HEADS, 0]
-                tma.async_copy_global_to_shared(q_desc, place, q_full.index(side), q_smem.index(2 * side + part))
-        for past in range(end_block - first_block):
-            block = end_block - 1 - past
-            slot = step % STAGES
-            free = ((step // STAGES) & 1) ^ 1
-            pages = _pages(table, block, kv_len, BLOCK, PAGE)
-            entry = base + block * BLOCK
-            if WHAT == "k":
-                mbarrier.wait(k_free.index(slot), free)
-                _copy_block(k_desc, k_full.index(slot), k_smem.index(slot), pages, entry, head, BLOCK, PAGE)
-            else:
-                mbarrier.wait(v_free.index(slot), free)
-                _copy_block(v_desc, v_full.index(slot), v_smem.index(slot), pages, entry, head, BLOCK, PAGE)
-            step += 1
-
-
-@gluon.jit
-def _load_q_and_k(loads, work, memory, barriers, config):
-    _load(loads, work, memory, barriers, config, "k")
-
-
-@gluon.jit
-def _load_v(loads, work, memory, barriers, config):
-    _load(loads, work, memory, barriers, config, "v")
 
 
 @gluon.jit
@@ -269,7 +164,7 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
     empty = gl.zeros([GROUP_ROWS, BLOCK], gl.float32, s_layout)
     step = 0
     turn = 0
-    rounds = _rounds(gl.load(count_ptr) * groups)
+    rounds = rounds_of(gl.load(count_ptr) * groups)
 
     # QK of a tile's last block, the first to be looked at, runs beside the end of the tile before
     mbarrier.wait(q_full.index(0), 0, pred=rounds > 0)
@@ -280,7 +175,7 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
     s = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(k_free.index(0), count=1)
     for index in range(rounds):
-        tile = _tile(index)
+        tile = tile_of(index)
         group = tile % groups
         record = tiles_ptr + (tile // groups) * FIELDS
         first_token = gl.load(record + FIRST_TOKEN)
@@ -443,8 +338,8 @@ def hopper_forward(
         [
             (_first_group, (stores, rules, work, memory, barriers, config)),
             (_second_group, (stores, rules, work, memory, barriers, config)),
-            (_load_q_and_k, (loads, work, memory, barriers, config)),
-            (_load_v, (loads, work, memory, barriers, config)),
+            (load_q_and_k, (loads, work, memory, barriers, config)),
+            (load_v, (loads, work, memory, barriers, config)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

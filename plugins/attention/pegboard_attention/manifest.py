@@ -23,4 +23,14 @@ def pegboard_parts() -> tuple[Part, ...]:
             devices=("cuda",),
             priority=10,
         ),
+        Part(
+            role="attention",
+            name="flash_attention_2",
+            factory="pegboard_attention.flash_attention_2.backend:FlashAttention2",
+            options="pegboard_attention.flash_attention_2.options:FlashAttention2Options",
+            summary="FlashAttention-2 prefill in Triton, with a path of its own for Hopper GPUs",
+            priority=10,
+            requires=("triton",),
+            devices=("cuda",),
+        ),
     )

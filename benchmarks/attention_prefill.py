@@ -1,0 +1,174 @@
+"""Prefill attention on one GPU: flash_attention_2 over pages and over K/V side by side, and torch's SDPA.
+
+    python benchmarks/attention_prefill.py
+
+32 query and 8 KV heads of 128, causal, bfloat16, 16k tokens in all. TFLOP/s count half of all scores: 4 * b * s^2 * H *
+D / 2 operations. Times are medians of `triton.testing.do_bench`, long enough for the clock to settle, with cold L2;
+candidates take turns, so that a chip that warms up is unfair to none. `error` is the norm of the difference from
+attention in float64 over its norm, for a few heads. SDPA gets contiguous K/V; pages are shuffled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from pegboard_attention.flash_attention_2.paths import choose_path
+from pegboard_attention.flash_attention_2.problem import Entries, Forward, Mixing
+from pegboard_attention.flash_attention_2.schedule import make_schedule
+
+HERE = Path(__file__).parent
+TOKENS = 16384
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+PAGE_SIZES = (16, 64, 128)
+MIXING = Mixing(query_heads=32, kv_heads=8, head_size=128, scale=128**-0.5)
+PEERS = {"SDPA FA2": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+class Candidate(NamedTuple):
+    launch: Callable[[], object]
+    #: [B, s, H, D]
+    result: Callable[[], Tensor]
+
+
+def candidates(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Candidate]:
+    """q [B, s, H, D], k and v [B, s, K, D]"""
+    made = {name: _peer(backend, q, k, v) for name, backend in PEERS.items()}
+    for page_size in PAGE_SIZES:
+        made[f"pegboard, pages of {page_size}"] = _ours(q, _paged(k, v, page_size))
+    batch, length = q.shape[:2]
+    starts = torch.arange(batch, dtype=torch.int32, device=q.device) * length
+    made["pegboard, side by side"] = _ours(q, Entries(k.flatten(0, 1)[None], v.flatten(0, 1)[None], starts=starts))
+    return made
+
+
+def _peer(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Candidate:
+    query, key, value = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+
+    def launch() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return Candidate(launch, lambda: launch().transpose(1, 2))
+
+
+def _paged(k: Tensor, v: Tensor, page_size: int) -> Entries:
+    batch = k.shape[0]
+    pages = k.shape[0] * k.shape[1] // page_size
+    place = torch.randperm(pages, device=k.device)
+    pools = [torch.empty(pages, page_size, *x.shape[2:], dtype=x.dtype, device=x.device) for x in (k, v)]
+    for pool, x in zip(pools, (k, v), strict=True):
+        pool[place] = x.reshape(pool.shape)
+    return Entries(*pools, table=place.int().view(batch, -1))
+
+
+def _ours(q: Tensor, entries: Entries) -> Candidate:
+    batch, length = q.shape[:2]
+    path = choose_path("auto", torch.cuda.get_device_capability(), "bfloat16", MIXING.head_size)
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    schedule = make_schedule(
+        steps * length,
+        torch.full((batch,), length, dtype=torch.int32, device=q.device),
+        tokens=batch * length,
+        max_query=length,
+        tile_tokens=path.tiling.rows // MIXING.packed_heads(path.tiling.rows),
+        block=path.tiling.block,
+    )
+    call = Forward(q.flatten(0, 1), entries, schedule, MIXING, path.tiling, torch.empty_like(q).flatten(0, 1))
+
+    def result() -> Tensor:
+        call.out.fill_(torch.nan)
+        path.launch(call)
+        return call.out.view(q.shape)
+
+    return Candidate(lambda: path.launch(call), result)
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, row: int, head: int) -> Tensor:
+    """[s, D] in float64"""
+    shared = head // (MIXING.query_heads // MIXING.kv_heads)
+    key, value = k[row, :, shared].double(), v[row, :, shared].double()
+    parts = []
+    for start in range(0, q.shape[1], 2048):
+        queries = q[row, start : start + 2048, head].double()
+        end = start + len(queries)
+        scores = queries @ key[:end].T * MIXING.scale
+        hidden = torch.ones(scores.shape, dtype=torch.bool, device=q.device).triu(start + 1)
+        parts.append(scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ value[:end])
+    return torch.cat(parts)
+
+
+def run(lengths: Sequence[int] = LENGTHS, turns: int = 2, milliseconds: int = 100) -> list[dict[str, Any]]:
+    """One record a length and candidate: length, name, tflops (median), seconds (of each turn), error."""
+    records = []
+    torch.manual_seed(0)
+    for length in lengths:
+        batch = max(1, TOKENS // length)
+        shapes = [(batch, length, heads, MIXING.head_size) for heads in (MIXING.query_heads, *[MIXING.kv_heads] * 2)]
+        q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        work = 2 * batch * length**2 * MIXING.query_heads * MIXING.head_size
+        samples = [(0, 0), (batch - 1, 13), (batch // 2, 31)]
+        exact = torch.stack([truth(q, k, v, row, head) for row, head in samples])
+        made = candidates(q, k, v)
+        errors, times = {}, {name: list[float]() for name in made}
+        for name, candidate in made.items():
+            found = candidate.result()
+            found = torch.stack([found[row, :, head] for row, head in samples]).double()
+            errors[name] = float((found - exact).norm() / exact.norm())
+        for _ in range(turns):
+            for name, candidate in made.items():
+                found = triton.testing.do_bench(candidate.launch, rep=milliseconds, return_mode="median")
+                times[name].append(found / 1e3)
+        for name, seconds in times.items():
+            tflops = work / median(seconds) / 1e12
+            records.append(
+                {"length": length, "name": name, "tflops": tflops, "seconds": seconds, "error": errors[name]}
+            )
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(record["name"] for record in records))
+    lines = ["TFLOP/s (error)".ljust(8) + "".join(name.rjust(26) for name in names)]
+    for length in dict.fromkeys(record["length"] for record in records):
+        cells = {r["name"]: f"{r['tflops']:.0f} ({r['error']:.1e})" for r in records if r["length"] == length}
+        lines.append(f"s={length}".ljust(15) + "".join(cells[name].rjust(26) for name in names))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="TFLOP/s of causal prefill attention.")
+    parser.add_argument("--length", type=int, action="append", help="may be repeated; 512 to 32768 by default")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--milliseconds", type=int, default=100, help="of a turn")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "h200")
+    options = parser.parse_args()
+    records = run(options.length or LENGTHS, options.turns, options.milliseconds)
+    now = datetime.now(UTC)
+    record = {
+        "date": now.isoformat(timespec="seconds"),
+        "machine": {"device": torch.cuda.get_device_name(), "system": platform.platform()},
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "work": "causal, bfloat16, 32 query and 8 KV heads of 128, 16k tokens in all (one row from there on)",
+        "results": records,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / f"attention_prefill-{now:%Y%m%d-%H%M%S}.json"
+    target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{table(records)}\n\n{target}")
+
+
+if __name__ == "__main__":
+    main()

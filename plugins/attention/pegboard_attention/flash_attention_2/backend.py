@@ -1,0 +1,157 @@
+"""The attention part `flash_attention_2`: prefill over paged K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import triton
+from torch import Tensor
+
+from pegboard.contracts.attention import AttentionBackend, AttentionLayer, AttentionNeed, KVLayout, LayerCache
+from pegboard.contracts.batch import Bounds, Rows
+from pegboard.contracts.device import TensorSpec
+from pegboard.dtypes import torch_dtype
+from pegboard.errors import PegboardError
+
+from .options import FlashAttention2Options, KernelName
+from .paths import Path, choose_path, hopper_refusals
+from .problem import Entries, Forward, Mixing
+from .schedule import Schedule, make_schedule
+
+DTYPES = ("bfloat16", "float16")
+#: Under Triton's interpreter, which serves tests on CPUs; its bfloat16 products are wrong.
+INTERPRETED_DTYPES = ("float32", "float16")
+MAX_HEAD_SIZE = 256
+MIN_PAGE_SIZE = 16
+MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class FlashPlan:
+    """A step's tiles for one kind of layer."""
+
+    bounds: Bounds
+    mixing: Mixing
+    page_table: Tensor
+    sinks: bool
+    path: Path
+    schedule: Schedule
+
+
+class FlashAttention2(AttentionBackend[FlashPlan]):
+    """Exact attention for rows of many queries: tiles with an online softmax, K/V read page by page where they lie.
+
+    Dao, 2023 (arXiv 2307.08691). Softmax and sums in float32. Rows may be ragged, have a prefix in the cache, windows,
+    soft caps and sinks; tiles are scheduled on the device from true lengths. What a row gives does not depend on its
+    neighbours, bit for bit.
+    """
+
+    capturable = True
+
+    def __init__(self, need: AttentionNeed, kernel: KernelName) -> None:
+        self._need = need
+        self._dtype = torch_dtype(need.dtype)
+        self._kernel = kernel
+
+    @classmethod
+    def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
+        reasons = _device_refusals(need)
+        if need.kv_dtype != need.dtype:
+            reasons.append(f"reads K/V of the compute dtype {need.dtype} only, not {need.kv_dtype}")
+        if need.page_size < MIN_PAGE_SIZE or need.page_size & (need.page_size - 1):
+            reasons.append(f"reads pages of a power of two of at least {MIN_PAGE_SIZE} entries, not {need.page_size}")
+        if need.phase != "prefill":
+            reasons.append("serves prefill: a decode step has one tile a row, which leaves most of the device idle")
+        if need.ancestors:
+            reasons.append("has no ancestor masks")
+        if need.score_mass:
+            reasons.append("does not report score mass")
+        kernel = _options(options).kernel
+        for layer in dict.fromkeys(need.layers):
+            reasons.extend(_layer_refusals(layer))
+            if kernel == "hopper":
+                reasons.extend(hopper_refusals(need.device.capability, need.dtype, layer.head_size))
+        return list(dict.fromkeys(reasons))
+
+    @classmethod
+    def create(cls, need: AttentionNeed, options: Any) -> Self:
+        return cls(need, _options(options).kernel)
+
+    @classmethod
+    def layouts(cls, need: AttentionNeed, layer: AttentionLayer, options: Any) -> Sequence[KVLayout]:
+        shape = (need.page_size, layer.kv_heads, layer.head_size)
+        tensors = tuple(TensorSpec(name=name, shape=shape, dtype=need.kv_dtype) for name in ("k", "v"))
+        return (KVLayout(name="nhd", tensors=tensors),)
+
+    def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> FlashPlan:
+        mixing = Mixing(
+            query_heads=layer.query_heads,
+            kv_heads=layer.kv_heads,
+            head_size=layer.head_size,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+        )
+        path = choose_path(self._kernel, self._need.device.capability, self._need.dtype, layer.head_size)
+        tiling = path.tiling
+        schedule = make_schedule(
+            rows.query_start,
+            rows.kv_len,
+            tokens=rows.bounds.tokens,
+            max_query=rows.bounds.max_query,
+            tile_tokens=tiling.rows // mixing.packed_heads(tiling.rows),
+            block=tiling.block,
+            window=layer.window,
+        )
+        return FlashPlan(rows.bounds, mixing, rows.page_table, layer.sinks, path, schedule)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache: LayerCache,
+        plan: FlashPlan,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        expected = (plan.bounds.tokens, plan.mixing.query_heads, plan.mixing.head_size)
+        if q.dtype != self._dtype or q.shape != expected:
+            raise PegboardError(f"q is {tuple(q.shape)} {q.dtype}; the plan is for {expected} {self._dtype}")
+        if plan.sinks != (sinks is not None):
+            raise PegboardError("the layer has sinks and none were given" if plan.sinks else "sinks without need")
+        entries = Entries(cache.tensors["k"], cache.tensors["v"], table=plan.page_table)
+        out = torch.empty(expected, dtype=q.dtype, device=q.device)
+        plan.path.launch(Forward(q, entries, plan.schedule, plan.mixing, plan.path.tiling, out, sinks=sinks))
+        return out
+
+
+def _options(options: Any) -> FlashAttention2Options:
+    return FlashAttention2Options() if options is None else options
+
+
+def _device_refusals(need: AttentionNeed) -> list[str]:
+    interpreted = triton.knobs.runtime.interpret
+    if need.device.type != "cuda" and not interpreted:
+        return [f"runs on CUDA devices, not on {need.device.type}"]
+    reasons = []
+    dtypes = INTERPRETED_DTYPES if interpreted else DTYPES
+    if need.dtype not in dtypes:
+        reasons.append(f"computes in {' and '.join(dtypes)}, not in {need.dtype}")
+    capability = need.device.capability
+    if capability is not None and capability < MIN_CAPABILITY:
+        reasons.append(f"needs compute capability 8.0 or later, not {capability[0]}.{capability[1]}")
+    return reasons
+
+
+def _layer_refusals(layer: AttentionLayer) -> list[str]:
+    reasons = []
+    if layer.query_heads % layer.kv_heads:
+        reasons.append(f"{layer.query_heads} query heads are no multiple of {layer.kv_heads} KV heads")
+    if layer.head_size > MAX_HEAD_SIZE or layer.head_size % 8:
+        reasons.append(f"takes head sizes that are multiples of 8 up to {MAX_HEAD_SIZE}, not {layer.head_size}")
+    if layer.scale <= 0:
+        reasons.append(f"takes scales above 0, not {layer.scale}")
+    return reasons

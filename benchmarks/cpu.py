@@ -7,8 +7,9 @@ Prefill: a lone random prompt, one new token. Decode: greedy continuations of fi
 The best of the repeats counts. `match` is the share of greedy ids that equal those of the reference, position by
 position up to each text's first difference: transformers if it runs, else Pegboard in float32.
 
-vLLM reads a folder of the same weights in float32, written once beside the GGUF file; llama.cpp reads the GGUF file as
-it is, so its weights are rounder and its match is for orientation only.
+All engines but llama.cpp read one folder with the GGUF file's weights, written beside it once: in bfloat16, as models
+are published, or with `--stored float32` as the file's blocks give them. They compute in float32 either way. llama.cpp
+reads the GGUF file as it is, so its weights are rounder and its match is for orientation only.
 
 An engine that can't be imported by `--python` is left out, and the table says so.
 """
@@ -25,6 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from safetensors.torch import save_file
 
 from pegboard.checkpoints.gguf import GGUFCheckpoint
 from pegboard.hub import resolve_model
@@ -56,30 +59,28 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_folder(model: Path) -> Path:
-    """The GGUF file's weights and config as a folder of float32 safetensors, kept beside the file."""
-    from safetensors.torch import save_file
-
-    folder = model.with_name(f"{model.stem}-float32")
+def write_folder(model: Path, stored: str) -> Path:
+    """The GGUF file's weights and config as a folder of safetensors, kept beside the file."""
+    folder = model.with_name(f"{model.stem}-{stored}")
     if not (folder / "config.json").exists():
         checkpoint = GGUFCheckpoint.open(model)
         folder.mkdir(exist_ok=True)
-        weights = {name: checkpoint.read(name, dtype="float32").contiguous() for name in checkpoint.tensors()}
+        weights = {name: checkpoint.read(name, dtype=stored).contiguous() for name in checkpoint.tensors()}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        config = {"model_type": "llama", "torch_dtype": "float32", **checkpoint.config}
+        config = {"model_type": "llama", "dtype": stored, **checkpoint.config}
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         checkpoint.close()
     return folder
 
 
-def make_job(model: Path, threads: int, tokens: int, repeats: int) -> dict[str, Any]:
+def make_job(model: Path, stored: str, threads: int, tokens: int, repeats: int) -> dict[str, Any]:
     checkpoint = GGUFCheckpoint.open(model)
     tokenizer = load_tokenizer(checkpoint.tokenizer)
     checkpoint.close()
     random = Random(0)
     return {
         "model": str(model),
-        "folder": str(write_folder(model)),
+        "folder": str(write_folder(model, stored)),
         "threads": threads,
         "tokens": tokens,
         "repeats": repeats,
@@ -137,6 +138,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens a second of several engines on this CPU.")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a GGUF file, or a name of `pegboard models`")
+    parser.add_argument("--stored", choices=["bfloat16", "float32"], default="bfloat16", help="of the folder's weights")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of a text")
     parser.add_argument("--repeats", type=int, default=3)
@@ -144,7 +146,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="of the environment where the other engines are")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "cpu")
     options = parser.parse_args()
-    job = make_job(resolve_model(options.model), options.threads, options.tokens, options.repeats)
+    job = make_job(resolve_model(options.model), options.stored, options.threads, options.tokens, options.repeats)
     results: dict[str, dict[str, Any]] = {}
     for name in options.engine or ENGINES:
         script, settings = ENGINES[name]
@@ -160,7 +162,8 @@ def main() -> None:
     record = {
         "date": now.isoformat(timespec="seconds"),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "work": {key: job[key] for key in ("threads", "tokens", "repeats")} | {"model": Path(job["model"]).name},
+        "work": {key: job[key] for key in ("threads", "tokens", "repeats")}
+        | {"model": Path(job["model"]).name, "stored": options.stored},
         "reference": reference,
         "units": "tokens a second; match: share of greedy ids",
         "results": results,
@@ -168,7 +171,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     target = options.out / f"{now:%Y%m%d-%H%M%S}.json"
     target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"tokens a second, {options.threads} threads; match against {reference}\n\n{table(results)}\n\n{target}")
+    print(
+        f"tokens a second, {options.threads} threads, {options.stored} weights; match against {reference}\n\n{table(results)}\n\n{target}"
+    )
 
 
 def processor() -> str:

@@ -17,8 +17,15 @@ def main() -> None:
     cache = {"use": "paged", "options": {"prefix_reuse": False}}
     prompts = chain(job["texts"], *job["prefill"])
     longest = max(map(len, prompts)) + SHORT + job["tokens"]
-    settings = {"device": "cpu", "threads": job["threads"], "max_rows": 8, "max_length": longest, "cache": cache}
-    with Engine(job["model"], quantizer=job["quantizer"], **settings) as engine:
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": job["threads"],
+        "max_rows": 8,
+        "max_length": longest,
+        "cache": cache,
+    }
+    with Engine(job["folder"], quantizer=job["quantizer"], **settings) as engine:
 
         def generate(prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
             sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)

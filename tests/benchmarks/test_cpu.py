@@ -29,7 +29,15 @@ def cpu() -> ModuleType:
 def job(model: Path) -> dict[str, Any]:
     prompts = [[3 + i, 5, 8, 13, 21] for i in range(2)]
     lone = [[[7] * 20, list(range(20))], [[9] * 30, list(range(30))]]
-    return {"model": str(model), "threads": 1, "tokens": 4, "repeats": 1, "prefill": lone, "texts": prompts}
+    return {
+        "model": str(model),
+        "folder": str(model),
+        "threads": 1,
+        "tokens": 4,
+        "repeats": 1,
+        "prefill": lone,
+        "texts": prompts,
+    }
 
 
 def test_match_counts_up_to_the_first_difference(cpu: ModuleType) -> None:

@@ -171,9 +171,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     target = options.out / f"{now:%Y%m%d-%H%M%S}.json"
     target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(
-        f"tokens a second, {options.threads} threads, {options.stored} weights; match against {reference}\n\n{table(results)}\n\n{target}"
-    )
+    work = f"{options.threads} threads, {options.stored} weights; match against {reference}"
+    print(f"tokens a second, {work}\n\n{table(results)}\n\n{target}")
 
 
 def processor() -> str:

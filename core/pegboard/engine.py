@@ -358,6 +358,11 @@ class Engine:
         found = () if self._shadow is None else self._shadow.stats()
         return EngineStats(**asdict(self._phases.stats()), shadow=found)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be texts; token ids always may."""
+        return self._admission.tokenizer is not None
+
     def _turn(self) -> float | None:
         """One turn of the engine's thread: seconds to sleep before the next (None: until something is asked)."""
         try:

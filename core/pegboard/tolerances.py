@@ -31,6 +31,12 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = MappingProxyType(
     }
 )
 
+#: Relative error of a token's vector that two right engines may have after all layers: rounding adds up, and a norm
+#: passes on what came in.
+DRIFT: Final[Mapping[str, float]] = MappingProxyType(
+    {"float64": 1e-9, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+)
+
 
 def absolute_error(found: Tensor, reference: Tensor) -> Tensor:
     """|found - reference| in float64, elementwise. Equal infinities and NaN in the same place are no error; other

@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -18,14 +18,30 @@ from pegboard.errors import EngineDead
 
 from .loading import load_apart
 from .model_runner import ModelRunner, RunnerParts
-from .tickets import Ticket
 
 if TYPE_CHECKING:
     from pegboard.assembly import AssemblyPlan, Selection, Survey
     from pegboard.contracts.quantizer import Quantizer
     from pegboard.needs import Needs
     from pegboard.registry.registry import Registry
-    from pegboard.shadow.runner import ShadowRunner, ShadowTicket
+
+
+class Launched(Protocol):
+    """A step that has not retired."""
+
+    def result(self) -> StepResult: ...
+
+
+class StepRunner(Protocol):
+    """A ModelRunner, or one that lets others run some of its steps."""
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
 
 
 class LocalExecutor(Executor):
@@ -35,18 +51,18 @@ class LocalExecutor(Executor):
 
     def __init__(
         self,
-        runner: ModelRunner | ShadowRunner,
+        runner: StepRunner,
         weight_bytes: int,
         unused_tensors: tuple[str, ...],
         device: str,
         threads: int | None,
     ) -> None:
-        self._runner: ModelRunner | ShadowRunner | None = runner
+        self._runner: StepRunner | None = runner
         self._weight_bytes = weight_bytes
         self._unused_tensors = unused_tensors
         self._device = device
         self._threads = threads
-        self._tickets: deque[Ticket | ShadowTicket] = deque()
+        self._tickets: deque[Launched] = deque()
 
     @classmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
@@ -120,7 +136,7 @@ class LocalExecutor(Executor):
         return made
 
     @classmethod
-    def _watched(cls, runner: ModelRunner, survey: Survey) -> ModelRunner | ShadowRunner:
+    def _watched(cls, runner: ModelRunner, survey: Survey) -> StepRunner:
         """The runner as it is, or what the config's `shadow` makes of it."""
         shadow = survey.config.shadow
         if shadow is None:

@@ -1,4 +1,4 @@
-"""benchmarks/overhead.py, reduced: its arms choose the same tokens, its arithmetic is right, hooks stay off the step."""
+"""benchmarks/overhead.py, reduced: its arms choose the same tokens, its sums are right, hooks stay off the step."""
 
 from __future__ import annotations
 

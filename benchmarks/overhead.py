@@ -52,6 +52,16 @@ from pegboard_scheduling.options import ContinuousOptions
 
 HERE = Path(__file__).parent
 PROMPT = 16
+#: What `wire_by_hand` makes, by name.
+PARTS = {
+    "run_ahead": 0,
+    "attention": "torch",
+    "cache": "paged",
+    "scheduler": "continuous",
+    "sampler": "torch",
+    "ops": "torch",
+    "executor": "local",
+}
 _TIMES = StepTimes(schedule=0.0, launch=0.0, retire=0.0, commit=0.0, emit=0.0)
 
 
@@ -306,7 +316,7 @@ def table(results: dict[str, Any]) -> str:
 
 def run(model: str, name: str, batches: Sequence[int], seconds: float, length: int) -> dict[str, Any]:
     config = load_config(
-        {"model": model, "device": "cpu", "max_length": 512, "max_rows": max(batches), "run_ahead": 0, "threads": 1}
+        {**PARTS, "model": model, "device": "cpu", "max_length": 512, "max_rows": max(batches), "threads": 1}
     )
     results: dict[str, Any] = {}
     for batch in batches:

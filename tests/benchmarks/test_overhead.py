@@ -25,8 +25,8 @@ def overhead() -> ModuleType:
 
 
 @pytest.fixture
-def config(tiny_path: Path) -> EngineConfig:
-    return load_config({"model": str(tiny_path), "device": "cpu", "max_length": 256, "max_rows": 3, "run_ahead": 0})
+def config(tiny_path: Path, overhead: Any) -> EngineConfig:
+    return load_config({**overhead.PARTS, "model": str(tiny_path), "device": "cpu", "max_length": 256, "max_rows": 3})
 
 
 def test_arms_choose_the_same_tokens_and_take_turns(overhead: Any, config: EngineConfig) -> None:

@@ -106,7 +106,7 @@ class _Run:
         self._probe: Probe = Probe(positions)
         self._salts = itertools.count()
         # Nothing runs beside what is compared.
-        self._config = load_config(config, {"executor": NAME, "shadow": None})
+        self._config = load_config(config, {"executor": NAME, "shadow": None, "observers": []})
         self._plugins, self._progress = [*plugins, ProbePlugin(self._probe)], progress
         self._exit = contextlib.ExitStack()
 

@@ -238,6 +238,30 @@ def test_without_shadow_the_runner_has_the_parts_themselves(tiny_path: Path, mak
     }
 
 
+def test_with_preemption_chunks_and_reused_slots(tiny_path: Path, make_engine: Callable[..., Any]) -> None:
+    """Slots change hands and are opened again in the middle of a text; the reference's history follows."""
+    page = 16 * 2 * 2 * 16 * 4 * 3  # entries, K and V, KV heads, head size, bytes, layers
+    engine = make_engine(
+        tiny_path,
+        **USED,
+        shadow=ALL,
+        max_rows=3,
+        max_length=96,
+        kv_memory=12 * page,
+        scheduler={"use": "continuous", "options": {"chunk": 7}},
+        run_ahead=1,
+    )
+    prompts = [[3 + i, *range(5, 20 + 2 * i)] for i in range(9)]
+    sampling = SamplingParams(seed=4, max_tokens=40, ignore_eos=True, repetition_penalty=1.3, min_tokens=5, top_p=0.9)
+    outputs = engine.generate(prompts, sampling)
+    assert [len(output.token_ids) for output in outputs] == [40] * 9
+    stats = engine.stats()
+    assert stats.preemptions_total > 0
+    for part in stats.shadow:
+        assert (part.differing, part.failed) == (0, 0), part
+    assert of(engine, "sampler").compared >= 9 * 40
+
+
 # -- refusals
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .request import Delta as Delta
     from .request import Request as Request
     from .request import RequestOutput as RequestOutput
+    from .stats import EngineStats as EngineStats
     from .streams import Handle as Handle
 
 _HOMES = {
@@ -47,6 +48,7 @@ _HOMES = {
     "Engine": "engine",
     "EngineConfig": "config",
     "EngineDead": "errors",
+    "EngineStats": "stats",
     "Handle": "streams",
     "InvalidRequest": "errors",
     "Part": "contracts.part",

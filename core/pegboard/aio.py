@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from .contracts.sampler import SamplingParams
-from .contracts.scheduler import SchedulerStats
 from .engine import Engine, Message
 from .errors import ConfigError
 from .request import Delta, Prompt, Request, RequestOutput
+from .stats import EngineStats
 from .streams import Handle
 
 
@@ -90,7 +90,7 @@ class AsyncEngine:
         """End a request; False if no such request is live."""
         return self.engine.abort(id)
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> EngineStats:
         return self.engine.stats()
 
     async def _submit(self, prompt: Prompt | Request, sampling: SamplingParams | None, **options: Any) -> Handle:

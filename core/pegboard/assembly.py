@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from .admission import Admission
 from .config import EngineConfig, PartChoice, load_config, unknown_allowed
@@ -107,6 +108,7 @@ class Selection:
 def _role(where: str) -> str:
     if where.startswith("observers"):
         return "observer"
+    where = where.removeprefix("shadow.")
     return "attention" if where == "decode_attention" else where
 
 
@@ -186,8 +188,39 @@ class Survey:
             made.append(self.decide("speculator", config.speculator, None))
         for index, choice in enumerate(config.observers):
             made.append(self.decide(f"observers[{index}]", choice, None, static=False))
-        problems = [*self.problems, *unknown_allowed(self.config, self.registry)]
+        made += self._decide_references()
+        problems = [*self.problems, *unknown_allowed(self.config, self.registry), *self._shadow_problems()]
         return problems + [reason for decision in made for reason in decision.reasons]
+
+    @property
+    def reference_needs(self) -> dict[str, Any]:
+        """Where a shadowed part's reference stands in the plan -> what it must serve. It need not be independent of a
+        row's neighbours: that is for what is used."""
+        shadow = self.config.shadow
+        if shadow is None:
+            return {}
+        needs: dict[str, dict[str, Any]] = {
+            "attention": {"attention": self.needs.prefill, "decode_attention": self.needs.decode},
+            "ops": {"ops": self.needs.ops},
+            "sampler": {"sampler": self.needs.sampler},
+        }
+        return {
+            f"shadow.{where}": replace(need, batch_invariant=False)
+            for role in shadow.references()
+            for where, need in needs[role].items()
+        }
+
+    def _decide_references(self) -> list[Decision]:
+        shadow = self.config.shadow
+        choices = {} if shadow is None else shadow.references()
+        return [self.decide(where, choices[_role(where)], need) for where, need in self.reference_needs.items()]
+
+    def _shadow_problems(self) -> list[str]:
+        if self.config.shadow is None or "executor" not in self.parts:
+            return []
+        if self.selection.factory("executor").shadows:
+            return []
+        return [f"executor = {self.parts['executor'].name!r} does not run parts beside others: leave `shadow` out"]
 
     @property
     def selection(self) -> Selection:
@@ -304,6 +337,9 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         for where, need in (("attention", needs.prefill), ("decode_attention", needs.decode))
     ]
     groups = make_groups(spec.layers, backends[0], backends[1], ops)
+    unread = unread_by_references(survey, groups)
+    if unread:
+        raise ConfigError("the config can't work", unread)
     quantizer = selection.create("quantizer", needs.quantizer)
     stored = survey.checkpoint.tensors()
     memory = plan_memory(
@@ -365,6 +401,26 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         no_tokenizer=advice,
         eos_ids=_eos_ids(survey.checkpoint, tokenizer, limit),
     )
+
+
+def unread_by_references(survey: Survey, groups: Sequence[CacheGroup]) -> list[str]:
+    """Why shadow mode's parts can't work on the cache of the others."""
+    selection, problems = survey.selection, []
+    for where, need in survey.reference_needs.items():
+        role, name = _role(where), survey.parts[where].name
+        for group in groups:
+            if group.kind == "state" or role == "sampler":
+                continue
+            if role == "ops":
+                known = selection.create(where, need).writes(group.layout)
+            else:
+                layer = survey.spec.layers[group.layers[0]]
+                known = group.layout in selection.factory(where).layouts(need, layer, selection.options(where))
+            if not known:
+                problems.append(f"{where} = {name!r} does not know the KV layout {group.layout.name} of the others")
+    if survey.config.shadow and survey.config.shadow.attention and survey.needs.prefill.score_mass:
+        problems.append("shadow.attention: the attention adds up score mass in the cache, which may be done only once")
+    return list(dict.fromkeys(problems))
 
 
 def plan_engine(

@@ -55,6 +55,10 @@ _CHOICES: Final = {
 }
 
 
+#: Roles whose part can have another beside it.
+_SHADOWED: Final = ("attention", "ops", "sampler")
+
+
 def _check_device(value: str) -> str:
     if not re.fullmatch(_DEVICE, value):
         raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
@@ -127,6 +131,41 @@ def _check_named(choice: PartChoice) -> PartChoice:
     if choice.use == "auto":
         raise ValueError("observers must be named; there is no automatic choice of them")
     return choice
+
+
+def _check_reference(choice: PartChoice) -> PartChoice:
+    if choice.use == "auto":
+        raise ValueError("the part to compare with must be named; there is no automatic choice of it")
+    return choice
+
+
+Reference = Annotated[PartChoice, AfterValidator(_check_reference)]
+
+
+class ShadowConfig(BaseModel):
+    """Parts that run beside the chosen ones on the same inputs, in some steps, to be compared with them."""
+
+    model_config = _FROZEN
+
+    #: Beside the attention of prefill and of decode rows.
+    attention: Reference | None = None
+    ops: Reference | None = None
+    sampler: Reference | None = None
+    #: Steps from one that is compared to the next.
+    every: Positive = 10
+    #: Absolute and relative; None: that of the dtype.
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _compares(self) -> ShadowConfig:
+        if not self.references():
+            raise ValueError(f"names nothing to compare with: give one of {', '.join(_SHADOWED)}")
+        return self
+
+    def references(self) -> dict[str, PartChoice]:
+        """Role -> the part to compare with."""
+        found = {role: getattr(self, role) for role in _SHADOWED}
+        return {role: choice for role, choice in found.items() if choice is not None}
 
 
 class PluginsConfig(BaseModel):
@@ -204,6 +243,8 @@ class EngineConfig(BaseModel):
     #: None: no speculation.
     speculator: PartChoice | None = None
     observers: tuple[Annotated[PartChoice, AfterValidator(_check_named)], ...] = Field(default=(), strict=False)
+    #: None: no part runs beside another.
+    shadow: ShadowConfig | None = None
     plugins: PluginsConfig = PluginsConfig()
 
     def kv_memory_bytes(self, available: int, auto: int) -> int:
@@ -224,6 +265,8 @@ class EngineConfig(BaseModel):
         """(path in the config, role, choice) of every part that the config chooses."""
         found = [(field, role, getattr(self, field)) for field, role in _CHOICES.items()]
         found += [(f"observers[{index}]", "observer", choice) for index, choice in enumerate(self.observers)]
+        if self.shadow is not None:
+            found += [(f"shadow.{role}", role, choice) for role, choice in self.shadow.references().items()]
         return tuple((where, role, choice) for where, role, choice in found if choice is not None)
 
 
@@ -240,7 +283,9 @@ def load_config(
         values = source
     else:
         values = read_config(source)
-    merged, problems = apply_overrides(values, overrides, {*_CHOICES, "observers"})
+    merged, problems = apply_overrides(
+        values, overrides, {*_CHOICES, "observers", *(f"shadow.{role}" for role in _SHADOWED)}
+    )
     try:
         config = validate(EngineConfig, merged, "")
     except ConfigError as error:

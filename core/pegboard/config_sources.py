@@ -91,7 +91,8 @@ def _set(root: dict[str, Any], key: str, value: Any, choices: Container[str]) ->
         if depth == len(steps) - 1:
             parent[place] = value
             return None
-        if isinstance(parent[place], str) and steps[0] in choices and (depth == 0 or isinstance(parent, list)):
+        is_choice = ".".join(steps[: depth + 1]) in choices or (isinstance(parent, list) and steps[0] in choices)
+        if isinstance(parent[place], str) and is_choice:
             parent[place] = {"use": parent[place]}  # cache = "paged" is short for { use = "paged" }
         parent = parent[place]
     return None

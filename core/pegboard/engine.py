@@ -16,18 +16,20 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Self, overload
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from .assembly import assemble, engine_config
 from .config import EngineConfig
 from .contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
 from .contracts.sampler import SamplingParams
-from .contracts.scheduler import Progress, SchedulerStats, StepResult
+from .contracts.scheduler import Progress, StepResult
 from .emitter import Emission, Emitter
 from .errors import EngineDead, InvalidRequest, PegboardError
 from .phases import Phases
 from .registry.registry import Registry
 from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request, check_sampling
+from .shadow.totals import ShadowTotals, count_shadow
+from .stats import EngineStats
 from .stopwatch import Stopwatch
 from .streams import Handle, Stream
 from .text import IncrementalDetokenizer, StopMatcher, encode_chat, render_prompt
@@ -77,6 +79,9 @@ class Engine:
         self._admission = assembled.admission()
         logger.info("memory: %s", self.plan.memory.text())
         scheduler, executor, self._observers = assembled.build(time.monotonic, progress, watchers)
+        self._shadow: ShadowTotals | None = None
+        if loaded.shadow is not None:
+            executor, self._shadow = count_shadow(executor, self.plan.parts)
         self._phases = Phases(scheduler, executor, self.plan.depth)
         self._emitter = Emitter(time.monotonic, self._phases.finish)
         self._pid = os.getpid()
@@ -310,6 +315,7 @@ class Engine:
                 waiting=stats.waiting,
                 running=stats.running,
                 times=watch.times(retired.host_seconds),
+                shadow=retired.shadow,
             )
             self._observers.notify("pegboard_step_done", event)
 
@@ -347,9 +353,15 @@ class Engine:
         """Names of tensors in the checkpoint that the model has no use for; a warning was logged, too."""
         return self._phases.executor.unused_tensors
 
-    def stats(self) -> SchedulerStats:
-        """Sequences waiting, running, preempted and paused."""
-        return self._phases.stats()
+    def stats(self) -> EngineStats:
+        """Sequences waiting, running, preempted and paused, and what shadow mode found."""
+        found = () if self._shadow is None else self._shadow.stats()
+        return EngineStats(**asdict(self._phases.stats()), shadow=found)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts may be texts; token ids always may."""
+        return self._admission.tokenizer is not None
 
     def _turn(self) -> float | None:
         """One turn of the engine's thread: seconds to sleep before the next (None: until something is asked)."""

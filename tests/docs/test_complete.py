@@ -16,10 +16,11 @@ import pegboard
 import pegboard.testing
 from pegboard import EngineConfig, Part, Registry, Request, RequestMetrics, SamplingParams
 from pegboard.cli.main import app
-from pegboard.config import PartChoice, PluginsConfig
+from pegboard.config import PartChoice, PluginsConfig, ShadowConfig
 from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone, StepTimes
 from pegboard.contracts.part import OBJECTIVES, ROLES
 from pegboard.contracts.scheduler import FinishReason
+from pegboard.contracts.shadow import ShadowCheck, ShadowStats
 from pegboard.registry.hookspecs import ObserverSpec, PluginSpec
 from pegboard.registry.interfaces import INTERFACES
 from pegboard.testing import AttentionSuite, OpsSuite, QuantizerSuite, SamplerSuite, Suite
@@ -99,6 +100,13 @@ def test_every_field_of_the_config_has_its_row_and_default() -> None:
                 assert f"`{choice}`" in meaning, f"{name}: {choice} is not named"
 
 
+def test_every_field_of_shadow_has_its_row_and_default() -> None:
+    table = rows("config.md", "field of `shadow`")
+    assert {name: cells[0] for name, cells in table.items()} == {
+        name: f"`{written(field.default)}`" for name, field in ShadowConfig.model_fields.items()
+    }
+
+
 def test_every_option_of_a_part_has_its_row_and_default() -> None:
     documented: dict[tuple[str, str], dict[str, str]] = {}
     lines = section("config.md", "Parts").splitlines()
@@ -136,7 +144,8 @@ def test_every_field_of_a_request_has_its_row_and_default(record: type[msgspec.S
 
 def test_outputs_and_metrics_are_described() -> None:
     marked = code(text_of("embedding.md"))
-    for record in (pegboard.RequestOutput, pegboard.Completion, pegboard.Delta, pegboard.TokenLogprobs, RequestMetrics):
+    records = (pegboard.RequestOutput, pegboard.Completion, pegboard.Delta, pegboard.TokenLogprobs, RequestMetrics)
+    for record in (*records, pegboard.EngineStats, ShadowStats, ShadowCheck):
         missing = {field.name for field in msgspec.structs.fields(record)} - marked
         assert not missing, f"{record.__name__}: {missing}"
 
@@ -303,7 +312,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_lists_the_rooms_that_are_there() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     layout = readme[readme.index("## Layout") : readme.index("## License")]
-    for folder in ("core/pegboard", "plugins", "tests", "docs"):
+    for folder in ("core/pegboard", "plugins", "examples", "tests", "docs"):
         assert f"{folder}/" in layout
         assert (ROOT / folder).is_dir()
     for plugin in (ROOT / "plugins").iterdir():

@@ -54,13 +54,14 @@ def make_engine(
     if model is not None:
         values["model"] = model
     loaded = load_config(values, overrides or ())
-    with _loading_bar(shown=not quiet and sys.stderr.isatty()) as advance:
+    with loading_bar(shown=not quiet) as advance:
         return Engine(config=loaded, progress=advance, watchers=watchers)
 
 
 @contextmanager
-def _loading_bar(*, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    if not shown:
+def loading_bar(*, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr, if that is a terminal, for as long as what is inside runs."""
+    if not shown or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console

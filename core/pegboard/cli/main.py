@@ -12,17 +12,22 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..errors import PegboardError
-from .output import emit_error
+from .output import emit, emit_error
 
 #: Command -> its function or sub-app, and the line that the help shows without importing it.
 _COMMANDS: Final = {
     "generate": ("pegboard.cli.generate:generate", "Generate text from a prompt."),
     "chat": ("pegboard.cli.chat:chat", "Talk to a model."),
+    "compare": ("pegboard.cli.compare:compare", "Where two configs part: numbers, tokens, speed."),
     "bench": ("pegboard.cli.bench:app", "Measure speed."),
     "models": ("pegboard.cli.models:app", "List and fetch models."),
     "plugins": ("pegboard.cli.plugins:app", "List, explain and check plugins."),
     "config": ("pegboard.cli.config:app", "Check and show configs, and their schema."),
 }
+
+
+#: What typer raises for wrong options: ClickException, of click or of the copy of it that typer brings.
+_WRONG_USE: Final[Any] = typer.BadParameter.__mro__[2]
 
 
 class _LazyCommand(TyperCommand):
@@ -70,11 +75,18 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for a check that found something, 2 for an error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in given
     try:
-        typer.main.get_command(app).main(args=given, prog_name="pegboard")
+        # Typer prints wrong usage as text and exits; for --json it is raised instead.
+        code = typer.main.get_command(app).main(args=given, prog_name="pegboard", standalone_mode=not as_json)
+        return code if as_json and isinstance(code, int) else 0
+    except _WRONG_USE as error:
+        emit({"error": {"type": "UsageError", "message": error.format_message(), "reasons": []}}, "", as_json=True)
+        return 2
+    except typer.Abort:
+        return 1
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except PegboardError as error:
-        emit_error(error, as_json="--json" in given)
+        emit_error(error, as_json=as_json)
         return 2
-    return 0

@@ -31,6 +31,9 @@ class ExecutorNeed(msgspec.Struct, frozen=True, kw_only=True):
 class Executor(ABC):
     """Runs steps in order, never two calls at a time."""
 
+    #: It runs what the config's `shadow` asks for, and reports it in StepResult.shadow.
+    shadows: bool = False
+
     @classmethod
     @abstractmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]: ...

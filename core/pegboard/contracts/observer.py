@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from .scheduler import FinishReason
+from .shadow import ShadowCheck
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +87,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     #: Where the seconds went.
     times: StepTimes
+    #: See StepResult.shadow.
+    shadow: tuple[ShadowCheck, ...] = ()
 
 
 class Observer(ABC):

@@ -15,6 +15,7 @@ import msgspec
 
 from .cache import CacheManager, EntryMove, PageCopy
 from .sampler import SamplingParams, SlotOpening, TokenLogprobs
+from .shadow import ShadowCheck
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
@@ -119,6 +120,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     host_seconds: float | None = None
     #: Score mass a page, per sequence, when the cache manager asks for it.
     score_mass: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    #: What shadow mode found in this step, one a shadowed part; empty for a step that was not compared.
+    shadow: tuple[ShadowCheck, ...] = ()
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -18,25 +18,51 @@ from pegboard.errors import EngineDead
 
 from .loading import load_apart
 from .model_runner import ModelRunner, RunnerParts
-from .tickets import Ticket
 
 if TYPE_CHECKING:
-    from pegboard.assembly import AssemblyPlan
+    from pegboard.assembly import AssemblyPlan, Selection, Survey
+    from pegboard.contracts.quantizer import Quantizer
+    from pegboard.needs import Needs
     from pegboard.registry.registry import Registry
+
+
+class Launched(Protocol):
+    """A step that has not retired."""
+
+    def result(self) -> StepResult: ...
+
+
+class StepRunner(Protocol):
+    """A ModelRunner, or one that lets others run some of its steps."""
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
 
 
 class LocalExecutor(Executor):
     """Steps run on this process's device in the order of launch; results are read when they retire."""
 
+    shadows = True
+
     def __init__(
-        self, runner: ModelRunner, weight_bytes: int, unused_tensors: tuple[str, ...], device: str, threads: int | None
+        self,
+        runner: StepRunner,
+        weight_bytes: int,
+        unused_tensors: tuple[str, ...],
+        device: str,
+        threads: int | None,
     ) -> None:
-        self._runner: ModelRunner | None = runner
+        self._runner: StepRunner | None = runner
         self._weight_bytes = weight_bytes
         self._unused_tensors = unused_tensors
         self._device = device
         self._threads = threads
-        self._tickets: deque[Ticket] = deque()
+        self._tickets: deque[Launched] = deque()
 
     @classmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
@@ -69,7 +95,7 @@ class LocalExecutor(Executor):
                 spec=survey.spec,
                 config=survey.checkpoint.config,
                 checkpoint=survey.checkpoint,
-                quantizer=selection.create("quantizer", needs.quantizer),
+                quantizer=cls._quantizer(selection, needs),
                 shard=survey.shard,
                 device=device,
                 dtype=made.dtype,
@@ -99,9 +125,32 @@ class LocalExecutor(Executor):
             vocab_limit=made.vocab_limit,
             decode_width=needs.scheduler.decode_width,
         )
+        made_runner = cls._watched(runner, survey)
         # Weights may be views of the mapped file: the mapping lives as long as they do.
         survey.checkpoint.close()
-        return cls(runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
+        return cls(made_runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
+
+    @classmethod
+    def _quantizer(cls, selection: Selection, needs: Needs) -> Quantizer:
+        made: Quantizer = selection.create("quantizer", needs.quantizer)
+        return made
+
+    @classmethod
+    def _watched(cls, runner: ModelRunner, survey: Survey) -> StepRunner:
+        """The runner as it is, or what the config's `shadow` makes of it."""
+        shadow = survey.config.shadow
+        if shadow is None:
+            return runner
+        from pegboard.shadow.runner import References, ShadowRunner
+
+        made = {where: survey.selection.create(where, need) for where, need in survey.reference_needs.items()}
+        references = References(
+            prefill=made.get("shadow.attention"),
+            decode=made.get("shadow.decode_attention"),
+            ops=made.get("shadow.ops"),
+            sampler=made.get("shadow.sampler"),
+        )
+        return ShadowRunner(runner, references, shadow.every, shadow.tolerance)
 
     @property
     def flying(self) -> int:

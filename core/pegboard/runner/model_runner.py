@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
@@ -43,6 +44,10 @@ class RunnerParts:
     ) -> None:
         self.model, self.spec, self.ops = model, spec, ops
         self.prefill, self.decode, self.sampler = prefill, decode, sampler
+
+    def replace(self, **parts: Any) -> RunnerParts:
+        """The same with other parts."""
+        return RunnerParts(**(vars(self) | parts))
 
 
 def allocate_caches(
@@ -88,10 +93,21 @@ class ModelRunner:
         self._vocab_limit = vocab_limit
         self._decode_width = decode_width
         self._state = DeviceState(groups, slots, max_length, page_size, decode_width, device)
-        self._caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
+        self.device = device
+        #: One a layer.
+        self.caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
         self._attending = Attending(
-            Phase(parts.prefill, device), Phase(parts.decode, device), parts.spec.layers, self._caches
+            Phase(parts.prefill, device), Phase(parts.decode, device), parts.spec.layers, self.caches
         )
+
+    def with_parts(self, parts: RunnerParts) -> ModelRunner:
+        """Another runner on the same state and caches, for steps that other parts run."""
+        other = copy.copy(self)
+        other._parts = parts
+        other._attending = Attending(
+            Phase(parts.prefill, self.device), Phase(parts.decode, self.device), parts.spec.layers, self.caches
+        )
+        return other
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
@@ -111,7 +127,7 @@ class ModelRunner:
         context = StepContext(
             batch=step.batch,
             ops=parts.ops,
-            caches=self._caches,
+            caches=self.caches,
             attend=self._attending,
             outputs=None if scored or last.shape[0] == step.batch.bounds.tokens else last,
         )
@@ -191,13 +207,17 @@ class ModelRunner:
         """`pairs` are of one group."""
         source = self._state.upload([pair.source for pair in pairs], torch.int64)
         target = self._state.upload([pair.target for pair in pairs], torch.int64)
-        for cache in self._caches:
+        for cache in self.caches:
             if cache.group == pairs[0].group:
                 run(cache, source, target)
 
     @property
+    def parts(self) -> RunnerParts:
+        return self._parts
+
+    @property
     def cache_bytes(self) -> int:
-        return sum(t.nbytes for cache in self._caches for t in cache.tensors.values())
+        return sum(t.nbytes for cache in self.caches for t in cache.tensors.values())
 
     @property
     def workspace_bytes(self) -> int:
@@ -211,13 +231,13 @@ def _independent(copies: Sequence[PageCopy]) -> Iterator[list[PageCopy]]:
     run: list[PageCopy] = []
     read: set[int] = set()
     written: set[int] = set()
-    for copy in copies:
-        clash = copy.source in written or copy.target in read or copy.target in written
-        if run and (clash or copy.group != run[0].group):
+    for pair in copies:
+        clash = pair.source in written or pair.target in read or pair.target in written
+        if run and (clash or pair.group != run[0].group):
             yield run
             run, read, written = [], set(), set()
-        run.append(copy)
-        read.add(copy.source)
-        written.add(copy.target)
+        run.append(pair)
+        read.add(pair.source)
+        written.add(pair.target)
     if run:
         yield run

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FunctionType, MappingProxyType, ModuleType
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 import pytest
@@ -29,30 +29,10 @@ from ..errors import ConfigError, PluginError
 from ..registry.options import nearest
 from ..registry.parts import RegisteredPart
 from ..registry.registry import Registry
+from ..tolerances import TOLERANCES as TOLERANCES
+from ..tolerances import Tolerance as Tolerance
 
 Grid = Literal["small", "normal", "full"]
-
-
-class Tolerance(NamedTuple):
-    """|found - expected| <= absolute + relative * |expected|, `expected` in float64 from the same rounded inputs."""
-
-    absolute: float
-    relative: float
-
-
-#: For one layer's worth of arithmetic on inputs of unit size.
-TOLERANCES: Final[Mapping[str, Tolerance]] = MappingProxyType(
-    {
-        # Sums of a few thousand terms in another order: tens of units in the last place (2.2e-16)
-        "float64": Tolerance(1e-12, 1e-12),
-        # The same in float32 (1.2e-7), and exp and tanh of kernels that are good to a few units
-        "float32": Tolerance(2e-5, 2e-5),
-        # The result is rounded (4.9e-4), and so are softmax weights before they meet V on tensor cores
-        "float16": Tolerance(4e-3, 4e-3),
-        # Likewise with 8 bits of significand (3.9e-3)
-        "bfloat16": Tolerance(3e-2, 3e-2),
-    }
-)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Faults:
         ]
 
     def _bases_of(self, place: str) -> list[_Base]:
-        """What is made to fail: the class given to `wrap`, or the parts that an engine would take."""
+        """What is made to fail: the class given to `wrap`, or the parts that an engine would take on any device."""
         if place in self._bases:
             return [self._bases[place]]
         own = self._registry.parts(PLACES[place])
@@ -177,7 +177,8 @@ class Faults:
                 _Base(f"{_name(place)}-{entry.part.name}", entry.load(), entry.options_model(), entry.part.matches)
                 for entry in own
             ]
-        best = max(own, key=lambda entry: ("none" in entry.part.matches, entry.part.priority))
+        anywhere = [entry for entry in own if not entry.part.devices]
+        best = max(anywhere, key=lambda entry: ("none" in entry.part.matches, entry.part.priority))
         return [_Base(_name(place), best.load(), best.options_model(), best.part.matches)]
 
     def _faulty(self, place: str, phases: Sequence[str], base: type) -> type:

@@ -1,0 +1,13 @@
+"""What an engine says of itself while it runs."""
+
+from __future__ import annotations
+
+from .contracts.scheduler import SchedulerStats
+from .contracts.shadow import ShadowStats
+
+
+class EngineStats(SchedulerStats, frozen=True, kw_only=True):
+    """Sequences now, and what shadow mode has found so far."""
+
+    #: One a shadowed part; empty without shadow mode.
+    shadow: tuple[ShadowStats, ...] = ()

@@ -20,7 +20,7 @@ _COMMANDS: Final = {
     "chat": ("pegboard.cli.chat:chat", "Talk to a model."),
     "bench": ("pegboard.cli.bench:app", "Measure speed."),
     "models": ("pegboard.cli.models:app", "List and fetch models."),
-    "plugins": ("pegboard.cli.plugins:app", "List, explain and check plugins."),
+    "plugins": ("pegboard.cli.plugins:app", "List, explain, check, lock and start plugins."),
     "config": ("pegboard.cli.config:app", "Check and show configs, and their schema."),
 }
 

@@ -168,6 +168,8 @@ def test_their_own_tests_pass(site: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTEST_ADDOPTS", "PEGBOARD_FULL")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), environment.get("PYTHONPATH", "")]))
     options = ["-v", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={folder}"]
+    if not os.environ.get("PEGBOARD_FULL"):  # the slowest; the fresh environment below runs everything
+        options += ["-k", "not test_random_use and not test_many_cancels"]
     command = [sys.executable, "-m", "pytest", *options, *(str(folder / name / "tests") for name in EXAMPLES)]
     done = subprocess.run(
         command, cwd=site.parent, env=environment, capture_output=True, text=True, timeout=300, check=False

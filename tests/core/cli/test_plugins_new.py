@@ -28,6 +28,8 @@ NAMES = {
     "sampler": "slot2",
     "quantizer": "int4-linear",
 }
+#: Standard tests that the ordinary run leaves out: they take longer than all others together.
+SLOW = "not test_random_use and not test_long_random_use and not test_many_cancels and not test_distribution"
 
 
 def run(*command: str, cwd: Path, paths: Sequence[Path] = (), timeout: int = 300) -> str:
@@ -53,10 +55,12 @@ def test_their_tests_pass_where_they_lie(tmp_path: Path) -> None:
     code = f"import sys, {', '.join(names)}; heavy = {{'torch', 'triton'}} & set(sys.modules); assert not heavy, heavy"
     run(sys.executable, "-c", code, cwd=tmp_path, paths=paths)
     arguments = ["-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", "-v"]
+    if not os.environ.get("PEGBOARD_FULL"):  # the fresh environment below runs everything
+        arguments += ["-k", SLOW]
     tests = [str(path / "tests") for path in paths]
     out = run(sys.executable, "-m", "pytest", *arguments, *tests, cwd=tmp_path, paths=paths)
     for name in names:
-        assert len(re.findall(rf"tests/test_{name}\.py::.* PASSED", out)) > 40, name
+        assert len(re.findall(rf"tests/test_{name}\.py::.* PASSED", out)) > 30, name
         assert re.search(rf"tests/test_{name}\.py::test_an_engine_uses_it PASSED", out), name
 
 

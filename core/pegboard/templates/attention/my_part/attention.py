@@ -10,12 +10,11 @@ from typing import Any, Self
 
 import msgspec
 import torch
-from torch import Tensor
-
 from pegboard.contracts.attention import AttentionBackend, AttentionLayer, AttentionNeed, KVLayout, LayerCache
 from pegboard.contracts.batch import Rows
 from pegboard.contracts.device import TensorSpec
 from pegboard.dtypes import FLOAT_DTYPES
+from torch import Tensor
 
 from .options import Options
 

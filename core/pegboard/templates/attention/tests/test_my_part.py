@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import my_part
-
 from pegboard import SamplingParams
 from pegboard.testing import AttentionSuite, isolated_engine
+
+import my_part
 
 PART = my_part.pegboard_parts()[0]
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import my_part
-from my_part.pages import Pages
-
 from pegboard import SamplingParams
 from pegboard.testing import CacheSuite, isolated_engine
+
+import my_part
+from my_part.pages import Pages
 
 
 class TestMyPart(CacheSuite):

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
-
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
 from pegboard.dtypes import FLOAT_DTYPES, element_bytes
 from pegboard.errors import ConfigError
 from pegboard.linears import DenseParts, read_dense, scheme_refusals, shape_of, stored_names
+from torch import Tensor
+from torch.nn.functional import linear
 
 from .options import Options
 

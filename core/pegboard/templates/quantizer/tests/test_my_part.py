@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import my_part
 import pytest
 import torch
-from my_part.quantizer import Int4Linear
-
 from pegboard import ConfigError, SamplingParams
 from pegboard.linears import DenseParts
 from pegboard.testing import QuantizerSuite, isolated_engine
+
+import my_part
+from my_part.quantizer import Int4Linear
 
 PART = my_part.pegboard_parts()[0]
 

@@ -6,12 +6,11 @@ Letters: N rows, V vocabulary, m most probable tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor
-
 from pegboard.contracts.sampler import (
     LogprobTensors,
     SampleOutput,
@@ -21,6 +20,7 @@ from pegboard.contracts.sampler import (
     SlotOpening,
 )
 from pegboard.noise import gumbel
+from torch import Tensor
 
 from .options import Options
 
@@ -47,9 +47,9 @@ class Slot:
             seen = list({*self.prompt, *self.output})
             old = logits[seen]
             logits[seen] = torch.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
-        if self.output and (sampling.presence_penalty or sampling.frequency_penalty):
-            chosen, counts = torch.tensor(self.output).unique(return_counts=True)
-            logits[chosen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            for token, count in Counter(self.output).items():
+                logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
         for token, bias in sampling.logit_bias.items():
             logits[token] += bias
         if len(self.output) < sampling.min_tokens:

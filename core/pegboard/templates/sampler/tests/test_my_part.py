@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import my_part
 import torch
-from my_part.options import Options
-from my_part.sampler import MyPart
-
 from pegboard import SamplingParams
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.sampler import SamplerNeed, SampleRows, SlotOpening
 from pegboard.testing import SamplerSuite, isolated_engine
+
+import my_part
+from my_part.options import Options
+from my_part.sampler import MyPart
 
 LOGITS = torch.tensor([4.0, 3.5, 2.0, 0.0, 0.0, -1.0, -1.0, -9.0])
 

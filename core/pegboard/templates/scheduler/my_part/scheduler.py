@@ -19,17 +19,22 @@ class MyPart(LedgerScheduler):
     def schedule(self) -> StepPlan | None:
         ledger, step = self.ledger, self.ledger.begin()
         for seq in sorted(ledger.running, key=lambda seq: seq.wants() > 1):  # decode rows, then prefill chunks
-            # Preempted by one before it, or waiting for its reader
-            query = 0 if seq.phase != "running" or seq.paused else min(seq.wants(), step.tokens_left)
-            while query and not step.add(seq, query):
-                if not self._make_room(step, lambda other, seq=seq: other.paused or other.key > seq.key):
-                    break
+            self._advance(seq, step)
         while step.rows_left and step.tokens_left and (first := ledger.next_waiting()):
             if ledger.admit(first, step.tokens_left):
                 step.add(first, min(first.wants(), step.tokens_left))
             elif not self._make_room(step, lambda other: other.paused):
                 break
         return ledger.launch(step)
+
+    def _advance(self, seq: Sequence, step: StepBuilder) -> None:
+        """As many tokens of a running sequence as fit; those behind it give their pages up for it."""
+        if seq.phase != "running" or seq.paused:  # preempted by one before it, or waiting for its reader
+            return
+        query = min(seq.wants(), step.tokens_left)
+        while query and not step.add(seq, query):
+            if not self._make_room(step, lambda other: other.paused or other.key > seq.key):
+                return
 
     def _make_room(self, step: StepBuilder, may_lose: Callable[[Sequence], bool]) -> bool:
         """Take the pages of the last in line that may lose them; False: nobody did."""

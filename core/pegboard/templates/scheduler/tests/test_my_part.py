@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import my_part
-from my_part.options import Options
-from my_part.scheduler import MyPart
-
 from pegboard import SamplingParams
 from pegboard.contracts.scheduler import SequenceSpec
 from pegboard.testing import SchedulerSuite, isolated_engine
+
+import my_part
+from my_part.options import Options
+from my_part.scheduler import MyPart
 
 
 class TestMyPart(SchedulerSuite):

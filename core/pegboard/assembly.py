@@ -30,6 +30,7 @@ from .memory import MemoryPlan, affordable_length, gib, plan_memory
 from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, eos_ids, scheme_name
 from .pairing import make_groups
 from .portable import import_objects, locate_objects
+from .registry.lock import lock_problems
 from .registry.observers import Observers
 from .registry.parts import RegisteredPart
 from .registry.registry import Registry
@@ -317,6 +318,7 @@ def assemble(config: EngineConfig, registry: Registry, objects: Sequence[object]
     ConfigError with every refusal; CheckpointError; PluginError for an object that is broken.
     """
     _refuse_broken_objects(registry)
+    _refuse_unlocked(config, registry)
     survey = Survey(config, registry)
     try:
         return _assemble(survey, objects)
@@ -457,9 +459,11 @@ def explain(config: EngineConfig, registry: Registry) -> list[Decision]:
 def restore(data: bytes) -> tuple[AssemblyPlan, Registry]:
     """A plan from `AssemblyPlan.encode` and a registry of this process that holds the same parts.
 
-    PluginError: a part is not here, or of another version."""
+    PluginError: a part is not here, or of another version. ConfigError: the plan's config has a lock, and what is
+    installed here is something else."""
     plan = msgspec.json.decode(data, type=AssemblyPlan)
     registry = Registry.discover(import_objects(plan.objects))
+    _refuse_unlocked(EngineConfig.model_validate(plan.config), registry)
     for where, part in plan.parts.items():
         entry = registry.exactly(_role(where), part.name, part.plugin, part.distribution)
         if entry.version != part.version:
@@ -474,6 +478,12 @@ def _refuse_broken_objects(registry: Registry) -> None:
     broken = registry.broken_objects
     if broken:
         raise PluginError("; ".join(f"{plugin.source} is broken: {plugin.reason}" for plugin in broken))
+
+
+def _refuse_unlocked(config: EngineConfig, registry: Registry) -> None:
+    problems = lock_problems(config, registry)
+    if problems:
+        raise ConfigError("the installed plugins are not those that were locked", problems)
 
 
 def _capacity(cache: CacheManager, longest: int) -> int:

@@ -22,6 +22,7 @@ from pydantic import (
 
 from .config_sources import apply_overrides, read_config
 from .errors import ConfigError
+from .registry.lock import lock_problems
 from .registry.options import listed, nearest, validate
 from .registry.parts import normalized
 from .registry.resolution import resolve_static
@@ -63,6 +64,10 @@ def _check_device(value: str) -> str:
     if not re.fullmatch(_DEVICE, value):
         raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
     return value
+
+
+def _path_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _check_memory(value: object) -> object:
@@ -173,6 +178,8 @@ class PluginsConfig(BaseModel):
 
     #: Distributions whose parts `auto` may choose, beside pegboard's own.
     allow: tuple[str, ...] = Field(default=(), strict=False)
+    #: A file made by `pegboard plugins lock`: what this config may use must be exactly what it says. None: no matter.
+    lock: Annotated[str, BeforeValidator(_path_text), Field(min_length=1)] | None = None
 
 
 class EngineConfig(BaseModel):
@@ -182,9 +189,7 @@ class EngineConfig(BaseModel):
     model_config = _FROZEN
 
     #: A file or folder, or a name that `pegboard models` knows.
-    model: Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)] = Field(
-        min_length=1
-    )
+    model: Annotated[str, BeforeValidator(_path_text)] = Field(min_length=1)
     device: Annotated[str, AfterValidator(_check_device), Field(json_schema_extra={"pattern": f"^({_DEVICE})$"})] = (
         "auto"
     )
@@ -305,7 +310,7 @@ def check_config(config: EngineConfig, registry: Registry) -> list[str]:
     """Everything in `config` that can't work with these plugins, as far as descriptors and options tell: names that
     don't exist, broken or ambiguous plugins, wrong options, missing dependencies, devices. Loads no model."""
     reasons = [f"{plugin.source} is broken: {plugin.reason}" for plugin in registry.broken_objects]
-    reasons += unknown_allowed(config, registry)
+    reasons += unknown_allowed(config, registry) + lock_problems(config, registry)
     for decision in resolve_static(config, registry):
         reasons.extend(decision.reasons)
     return reasons

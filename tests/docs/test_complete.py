@@ -85,7 +85,7 @@ def written(value: Any) -> str:
     if isinstance(value, PartChoice):
         return f"{{use: {value.use}}}"
     if isinstance(value, PluginsConfig):
-        return f"{{allow: {written(value.allow)}}}"
+        return f"{{allow: {written(value.allow)}, lock: {written(value.lock)}}}"
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 

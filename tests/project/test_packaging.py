@@ -47,6 +47,17 @@ def test_wheel_holds_every_source_file(wheel: Path) -> None:
     assert all(f"{package.name}.manifest" in entry_points for package in packages()[1:])
 
 
+def test_wheel_holds_the_templates_whole(wheel: Path) -> None:
+    """Hidden files, READMEs and workflows, too: `pegboard plugins new` copies them."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    root = ROOT / "core" / "pegboard" / "templates"
+    files = {file for file in root.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert {".gitignore", "tests.yml", "README.md", "pyproject.toml"} <= {file.name for file in files}
+    for file in files:
+        assert f"pegboard/templates/{file.relative_to(root).as_posix()}" in names
+    assert not [name for name in names if name.startswith("examples/")]
+
+
 def test_editable_install_is_a_plain_path_file() -> None:
     """Static lines, no import hook: type checkers and editors resolve the packages."""
     import pegboard

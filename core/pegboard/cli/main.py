@@ -21,7 +21,7 @@ _COMMANDS: Final = {
     "compare": ("pegboard.cli.compare:compare", "Where two configs part: numbers, tokens, speed."),
     "bench": ("pegboard.cli.bench:app", "Measure speed."),
     "models": ("pegboard.cli.models:app", "List and fetch models."),
-    "plugins": ("pegboard.cli.plugins:app", "List, explain and check plugins."),
+    "plugins": ("pegboard.cli.plugins:app", "List, explain, check, lock and start plugins."),
     "config": ("pegboard.cli.config:app", "Check and show configs, and their schema."),
 }
 

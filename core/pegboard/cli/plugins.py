@@ -1,4 +1,4 @@
-"""`pegboard plugins`: what is installed, what would be chosen, and whether it is sound."""
+"""`pegboard plugins`: what is installed, what would be chosen, whether it is sound; locks, and new ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import typer
 from ..config import load_config
 from ..config_sources import read_config
 from ..contracts.part import ROLES
-from ..errors import PegboardError, PluginError
+from ..errors import ConfigError, PegboardError, PluginError
 from ..registry.interfaces import contract_problems
+from ..registry.lock import lock_text, make_lock
+from ..registry.observers import hook_problems
 from ..registry.options import listed, nearest
 from ..registry.parts import RegisteredPart
 from ..registry.registry import Registry
 from ..registry.report import broken_text, decisions_data, decisions_text, parts_data, parts_text
 from ..registry.resolution import resolve_static
+from ..scaffold import TEMPLATE_ROLES, new_plugin
 from .output import AsJson, emit
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, explain and check plugins.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, explain, check, lock and start plugins.")
 
 
 @app.command("list")
@@ -82,13 +85,52 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def lock(
+    config: Annotated[Path | None, typer.Option("-c", "--config", help="Only what this config may use.")] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file; what it held is replaced.")] = Path(
+        "pegboard.lock"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Write down the plugins that are installed: version, digest and contracts of each distribution.
+
+    A config that names the file in `plugins.lock` is refused when anything about them has changed."""
+    values = None if config is None else load_config({"model": "(none)", **read_config(config)})
+    made = make_lock(Registry.discover(), values)
+    try:
+        out.write_text(lock_text(made), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out} can't be written: {error}") from error
+    lines = [f"{found.name} {found.version} {found.digest[:19]}" for found in made.distributions]
+    emit(msgspec.to_builtins(made), "\n".join([*lines, f"written to {out}"]), as_json=as_json)
+
+
+@app.command()
+def new(
+    role: Annotated[str, typer.Argument(help=f"What it is: {', '.join(TEMPLATE_ROLES)}.")],
+    name: Annotated[str, typer.Argument(help="Name of the distribution, of its part and, with '_', of its package.")],
+    into: Annotated[Path, typer.Option(help="Where its folder is made.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Write a new plugin: a distribution with a part that works, its tests, README and CI."""
+    made = new_plugin(role, name, into)
+    lines = [f"{made.folder}:", *(f"  {file}" for file in made.files)]
+    lines += ["", f"next: cd {made.folder} && pip install -e '.[test]' && pytest"]
+    data = {"folder": str(made.folder), "name": made.name, "package": made.package, "files": list(made.files)}
+    emit(data, "\n".join(lines), as_json=as_json)
+
+
 def _checked(registry: Registry, entry: RegisteredPart) -> dict[str, Any]:
     problems: list[str] = []
     rivals = registry.ambiguous.get((entry.part.role, entry.part.name), ())
     if rivals:
         problems.append(f"ambiguous: offered by {' and '.join(rival.source for rival in rivals)}")
     try:
-        problems += contract_problems(entry.part.role, entry.load())
+        factory = entry.load()
+        problems += contract_problems(entry.part.role, factory)
+        if entry.part.role == "observer":
+            problems += hook_problems(factory)
     except PegboardError as error:
         problems.append(str(error))
     try:

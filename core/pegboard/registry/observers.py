@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 import pluggy
 
+from ..contracts.observer import Observer
 from ..errors import PluginError
 from .hookspecs import PROJECT, ObserverSpec
 from .options import nearest
@@ -26,7 +27,7 @@ class Observers:
     def __init__(self, observers: Sequence[object] = ()) -> None:
         """PluginError for an observer with a misspelt hook, arguments that the hook doesn't have, or no hook at all."""
         self._lock = threading.Lock()
-        self._active = tuple((observer, _checked(observer)) for observer in observers)
+        self._active = tuple((observer, _checked(observer, type(observer).__qualname__)) for observer in observers)
 
     @property
     def active(self) -> tuple[object, ...]:
@@ -53,9 +54,20 @@ class Observers:
             self._active = tuple(entry for entry in self._active if entry[0] is not observer)
 
 
-def _checked(observer: object) -> pluggy.PluginManager:
+def hook_problems(factory: Any) -> list[str]:
+    """What an engine would refuse of the observers that `factory` makes, as far as its class tells: nothing is made.
+    A factory that is no class, or one with no hooks of its own (it makes something else), tells nothing."""
+    if not isinstance(factory, type):
+        return []
+    try:
+        _checked(factory, factory.__qualname__, required=issubclass(factory, Observer))
+    except PluginError as error:
+        return [str(error)]
+    return []
+
+
+def _checked(observer: object, name: str, *, required: bool = True) -> pluggy.PluginManager:
     """A manager for this observer alone: pluggy ends a call at the first that raises, and others must not feel it."""
-    name = type(observer).__qualname__
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(ObserverSpec)
     try:
@@ -67,7 +79,7 @@ def _checked(observer: object) -> pluggy.PluginManager:
         detail = "; ".join(hints) or " ".join(str(error).split())
         raise PluginError(f"observer {name}: {detail} (hooks: {', '.join(HOOKS)})") from error
     implementations = [found for hook in HOOKS for found in getattr(manager.hook, hook).get_hookimpls()]
-    if not implementations:
+    if required and not implementations:
         raise PluginError(f"observer {name} implements no hook; mark its methods @hookimpl (hooks: {', '.join(HOOKS)})")
     for found in implementations:
         if inspect.iscoroutinefunction(found.function):

@@ -8,11 +8,11 @@ from typing import Any, Final, Self
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
 from pegboard.dtypes import FLOAT_DTYPES, element_bytes
+from pegboard.linears import DenseParts, read_dense, scheme_refusals, shape_of, stored_names, weight_names
 
 from .half import HalfLinear, can_halve
 from .linears import DenseLinear, PackedLinear, ShardLinear, can_pack
 from .options import DenseOptions
-from .reading import DenseParts, read_dense, scheme_refusals, shape_of, stored_names, weight_names
 
 _HALVES: Final = frozenset({"float16", "bfloat16", "F16", "BF16"})
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from pegboard.linears import DenseParts
+
 from .linears import ShardLinear
 from .probing import probe
-from .reading import DenseParts
 
 logger = logging.getLogger("pegboard")
 

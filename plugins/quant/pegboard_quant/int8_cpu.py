@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
+from pegboard.linears import DenseParts, read_dense, scheme_refusals, shape_of, stored_names
 
 from .dense import cpu_float32_linear, cpu_float32_matrix_bytes
 from .int8_products import WEIGHT_LEVELS, Product, best_product
 from .linears import ShardLinear
 from .options import Int8CpuOptions
-from .reading import DenseParts, read_dense, scheme_refusals, shape_of, stored_names
 
 #: With prefill = "float32", what has more rows than this is computed so.
 FLOAT32_ROWS: Final = 32

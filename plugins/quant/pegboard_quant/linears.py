@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from pegboard.linears import DenseParts
+
 from .probing import probe
-from .reading import DenseParts
 
 logger = logging.getLogger("pegboard")
 

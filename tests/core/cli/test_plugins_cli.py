@@ -17,6 +17,7 @@ from pegboard import Part, hookimpl
 def pegboard_parts():
     return [
         Part(role="observer", name="quiet", factory="cli_fake:Quiet", summary="Says nothing", options="cli_fake:Lax"),
+        Part(role="observer", name="misspelt", factory="cli_fake:Misspelt", summary="Hears nothing"),
         Part(role="cache", name="half", factory="cli_fake:Half", summary="Half a cache"),
     ]
 
@@ -28,6 +29,11 @@ class Quiet:
     @classmethod
     def create(cls, need, options):
         return cls()
+
+class Misspelt(Quiet):
+    @hookimpl
+    def pegboard_step_don(self, event):
+        pass
 
 from pydantic import BaseModel
 
@@ -62,7 +68,8 @@ def site(tmp_path: Path) -> Path:
 def pegboard(*arguments: str, path: Path | None = None, after: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, then the code in `after`."""
     code = f"import sys\nfrom pegboard.cli.main import main\ncode = main(sys.argv[1:])\n{after}\nsys.exit(code)"
-    environment = dict(os.environ) | ({"PYTHONPATH": str(path)} if path else {})
+    paths = [str(path or ""), os.environ.get("PYTHONPATH", "")]
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -135,7 +142,8 @@ def test_check_finds_what_a_part_lacks(site: Path) -> None:
     data = json.loads(done.stdout)
     assert data["ok"] is False
     problems = {part["name"]: "\n".join(part["problems"]) for part in data["parts"]}
-    assert set(problems) == {"quiet", "half"}
+    assert set(problems) == {"quiet", "half", "misspelt"}
+    assert "unknown hook 'pegboard_step_don'; did you mean 'pegboard_step_done'?" in problems["misspelt"]
     assert 'must be declared with extra="forbid"' in problems["quiet"]
     assert "fork of CacheManager is not implemented" in problems["half"]
 

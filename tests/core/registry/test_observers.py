@@ -7,6 +7,7 @@ import pytest
 
 from pegboard.contracts.observer import (
     EngineReady,
+    Observer,
     RequestAdmitted,
     RequestFinished,
     RequestMetrics,
@@ -15,7 +16,7 @@ from pegboard.contracts.observer import (
 )
 from pegboard.errors import PluginError
 from pegboard.registry.hookspecs import ObserverSpec, PluginSpec, hookimpl
-from pegboard.registry.observers import HOOKS, Observers
+from pegboard.registry.observers import HOOKS, Observers, hook_problems
 
 EVENTS: dict[str, Any] = {
     "pegboard_engine_ready": EngineReady(parts={"ops": "torch"}, load_seconds=1.0),
@@ -145,3 +146,59 @@ def test_an_async_hook_is_refused() -> None:
 def test_an_unknown_hook_cannot_be_notified() -> None:
     with pytest.raises(ValueError, match="did you mean 'pegboard_step_done'"):
         Observers().notify("pegboard_step_don")
+
+
+class Part(Observer):
+    @classmethod
+    def refusals(cls, need: None, options: Any) -> list[str]:
+        return []
+
+    @classmethod
+    def create(cls, need: None, options: Any) -> Any:
+        raise AssertionError("nothing is made for a check")
+
+
+class MisspeltPart(Part):
+    @hookimpl
+    def pegboard_step_don(self, event: StepDone) -> None: ...
+
+
+class WrongPart(Part):
+    @hookimpl
+    def pegboard_step_done(self, step: StepDone) -> None: ...
+
+
+class AsyncPart(Part):
+    @hookimpl
+    async def pegboard_engine_closed(self) -> None: ...
+
+
+class SoundPart(Part):
+    @hookimpl
+    def pegboard_step_done(self, event: StepDone) -> None: ...
+
+    @hookimpl
+    def pegboard_engine_closed(self) -> None: ...
+
+
+class MakesAnother:
+    """Its `create` returns something of another class, which alone could tell."""
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (MisspeltPart, "unknown hook 'pegboard_step_don'; did you mean 'pegboard_step_done'?"),
+        (WrongPart, "Argument(s) {'step'}"),
+        (AsyncPart, "is async"),
+        (Part, "implements no hook"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_seen_from_the_class(factory: type, said: str) -> None:
+    (problem,) = hook_problems(factory)
+    assert said in problem
+
+
+@pytest.mark.parametrize("factory", [SoundPart, MakesAnother, MakesAnother()])
+def test_sound_observers_and_what_cannot_be_seen_have_no_problems(factory: object) -> None:
+    assert hook_problems(factory) == []

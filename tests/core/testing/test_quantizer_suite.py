@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
+from pegboard.linears import DenseParts, read_dense
 from pegboard.testing import QuantizerSuite, run_suite
 from pegboard.testing.oracles.checkpoints import MemoryCheckpoint
 from pegboard_quant.dense import DenseQuantizer
 from pegboard_quant.half import can_halve
 from pegboard_quant.linears import DenseLinear
 from pegboard_quant.options import DenseOptions
-from pegboard_quant.reading import DenseParts, read_dense
 
 replace = msgspec.structs.replace
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pegboard import SamplingParams
 from pegboard.contracts.quantizer import Linear, LinearSpec
+from pegboard.linears import DenseParts
 from pegboard.testing.tiny import tiny_model
 from pegboard_quant.half import HalfLinear, can_halve
 from pegboard_quant.linears import PackedLinear
-from pegboard_quant.reading import DenseParts
 
 pytestmark = pytest.mark.skipif(not can_halve(), reason="this torch has no products of 16-bit weights")
 

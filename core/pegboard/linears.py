@@ -1,4 +1,4 @@
-"""A linear's stored tensors: their names, this rank's part of them, fused and in one dtype."""
+"""For quantizers: a linear's stored tensors, their names, and this rank's part of them, fused and in one dtype."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pegboard.contracts.checkpoint import Checkpoint
-from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
-from pegboard.errors import CheckpointError, ConfigError
+from .contracts.checkpoint import Checkpoint
+from .contracts.quantizer import LinearSpec, QuantizerNeed, Shard
+from .errors import CheckpointError, ConfigError
 
 
 class DenseParts(msgspec.Struct, frozen=True, kw_only=True):
-    """weight [O, I] and bias [O] of this rank; the weight may be a view of a mapped file."""
+    """What a linear is made of: weight [O, I] and bias [O] of this rank; the weight may be a view of a mapped file."""
 
     weight: Tensor
     bias: Tensor | None
@@ -25,6 +25,7 @@ class DenseParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scheme_refusals(need: QuantizerNeed) -> list[str]:
+    """Reasons for a quantizer that reads dense weights only; none when the checkpoint has nothing else."""
     method = need.scheme.get("quant_method")
     if method in (None, "none"):
         return []
@@ -32,10 +33,12 @@ def scheme_refusals(need: QuantizerNeed) -> list[str]:
 
 
 def stored_names(spec: LinearSpec) -> tuple[str, ...]:
+    """What `read_dense` reads: the weight of every source, and the biases."""
     return weight_names(spec) + (_names(spec, "bias") if spec.bias else ())
 
 
 def weight_names(spec: LinearSpec) -> tuple[str, ...]:
+    """The weight of every source, in order."""
     return _names(spec, "weight")
 
 
@@ -45,7 +48,9 @@ def shape_of(spec: LinearSpec, shard: Shard) -> tuple[int, int]:
 
 
 def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: str, device: str) -> DenseParts:
-    """CheckpointError for missing and wrong-shaped tensors, ConfigError for what can't be split."""
+    """Read, take this rank's part, and join the sources of a dense linear; `dtype` and `device` as torch names them.
+
+    CheckpointError for missing and wrong-shaped tensors, all of them named; ConfigError for what can't be split."""
     _check(spec, checkpoint)
     split = shard.size > 1 and spec.partition is not None
     if split and spec.partition == "input" and shard.all_reduce is None:

@@ -7,14 +7,27 @@ weighted sum of V. Letters: T query tokens, R rows, H query heads, K KV heads, D
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 import numpy
-from numba import carray, cfunc, njit
 
 from .functions import exp
-from .vectors import FAST, HEAD_STEP, ROWS, SCORES, floats, ints, mixing_tile, products_tile, thread_number
+from .vectors import (
+    FAST,
+    HEAD_STEP,
+    ROWS,
+    SCORES,
+    get,
+    get_double,
+    get_int,
+    get_long,
+    inner,
+    kernel,
+    mixing_tile,
+    products_tile,
+    put,
+    thread_number,
+)
 
 #: Entries whose scores are computed before the running maximum is looked at. A multiple of SCORES.
 BLOCK: Final = 128
@@ -26,7 +39,6 @@ _mix_one = mixing_tile(1, 2)
 #: threads, R, K, G, D, S; q, out; cache of k, of v; query_start, kv_len; page_table, step of its rows; window (0:
 #: none), sinks (0: none), scratch, numbers of it a thread; scale, softcap (0: none)
 LAYOUT: Final = "18q2d"
-_COUNT: Final = 20
 
 
 def scratch_numbers(group: int, head_size: int) -> int:
@@ -34,7 +46,7 @@ def scratch_numbers(group: int, head_size: int) -> int:
     return group * (head_size + BLOCK + 2)
 
 
-@njit
+@inner()
 def _score(q: int, group: int, size: int, k: int, k_step: int, count: int, scores: int) -> None:
     """scores[g, :count] of consecutive entries; the last tile may go on to SCORES - 1 more."""
     for e in range(0, count, SCORES):
@@ -47,7 +59,7 @@ def _score(q: int, group: int, size: int, k: int, k_step: int, count: int, score
             g += 1
 
 
-@njit
+@inner()
 def _mix(p: int, group: int, size: int, v: int, v_step: int, count: int, out: int) -> None:
     """out[g] += p[g, :count] V"""
     for d in range(0, 4 * size, 4 * HEAD_STEP):
@@ -60,105 +72,138 @@ def _mix(p: int, group: int, size: int, v: int, v_step: int, count: int, out: in
             g += 1
 
 
-@njit(fastmath=FAST)
-def _weigh(scores: Any, softcap: Any, peak: Any) -> Any:
-    """Capped scores; the greatest of them and `peak`."""
+@inner(fastmath=FAST)
+def _greatest(scores: int, count: int, softcap: Any, peak: Any) -> Any:
+    """Caps the scores; the greatest of them and `peak`."""
+    one, two = numpy.float32(1), numpy.float32(2)
     if softcap > 0:
-        for e in range(scores.shape[0]):
-            scores[e] = softcap * (numpy.float32(1) - numpy.float32(2) / (exp(numpy.float32(2) * scores[e] / softcap) + numpy.float32(1)))
-    for e in range(scores.shape[0]):
-        peak = max(peak, scores[e])
+        for e in range(count):
+            put(scores, e, softcap * (one - two / (exp(two * get(scores, e) / softcap) + one)))  # tanh
+    for e in range(count):
+        score = get(scores, e)
+        peak = score if score > peak else peak
     return peak
 
 
-@njit(fastmath=FAST)
-def _exponentials(scores: Any, peak: Any) -> Any:
+@inner(fastmath=FAST)
+def _exponentials(scores: int, count: int, peak: Any) -> Any:
     """exp(scores - peak) in place; their sum."""
     total = numpy.float32(0)
-    for e in range(scores.shape[0]):
-        scores[e] = exp(scores[e] - peak)
-        total += scores[e]
+    for e in range(count):
+        value = exp(get(scores, e) - peak)
+        put(scores, e, value)
+        total += value
     return total
 
 
-@njit(fastmath=FAST)
-def _scale(x: Any, factor: Any) -> None:
-    for i in range(x.shape[0]):
-        x[i] *= factor
+@inner()
+def _scale(x: int, size: int, factor: Any, out: int) -> None:
+    for i in range(size):
+        put(out, i, get(x, i) * factor)
 
 
-@njit
+@inner()
 def _attend(
-    q: int, out: int, group: int, size: int, k: int, v: int, step: int, pages: Any, page_size: int,
-    first: int, end: int, softcap: Any, sinks: Any, scratch: int,
+    q: int,
+    out: int,
+    group: int,
+    size: int,
+    k: int,
+    v: int,
+    step: int,
+    pages: int,
+    page_size: int,
+    first: int,
+    end: int,
+    softcap: Any,
+    sinks: int,
+    scores: int,
 ) -> None:
-    """One unit over entries first .. end - 1; q is scaled; k and v are the addresses of page 0's first entry at this
-    head, `step` the bytes from entry to entry."""
-    scores, state = scratch, floats(scratch + 4 * group * BLOCK, 2 * group)
+    """One unit over entries first .. end - 1; q is scaled, out is zero; k and v are the addresses of page 0's first
+    entry at this head, `step` the bytes from entry to entry."""
+    # Running maximum and sum of each query head
+    peaks, totals = scores + 4 * group * BLOCK, scores + 4 * group * (BLOCK + 1)
     for g in range(group):
-        state[2 * g], state[2 * g + 1] = -numpy.inf, 0
+        put(peaks, g, numpy.float32(-numpy.inf))
+        put(totals, g, numpy.float32(0))
     start = first - first % SCORES
     while start < end:
-        stop = min(start + BLOCK, end)
+        stop = start + BLOCK if start + BLOCK < end else end
         at = start
         while at < stop:
-            count = min(page_size - at % page_size, stop - at)
-            entry = k + (numpy.int64(pages[at // page_size]) * page_size + at % page_size) * step
+            here, rest = page_size - at % page_size, stop - at
+            count = here if here < rest else rest
+            entry = k + (get_int(pages, at // page_size) * page_size + at % page_size) * step
             _score(q, group, size, entry, step, count, scores + 4 * (at - start))
             at += count
-        begin = max(start, first)
+        begin = start if start > first else first
         for g in range(group):
-            row = floats(scores + 4 * (g * BLOCK + begin - start), stop - begin)
-            peak = _weigh(row, softcap, state[2 * g])
-            total = _exponentials(row, peak)
-            kept = exp(state[2 * g] - peak)
-            state[2 * g], state[2 * g + 1] = peak, state[2 * g + 1] * kept + total
-            _scale(floats(out + 4 * g * size, size), kept)
+            row = scores + 4 * (g * BLOCK + begin - start)
+            peak = _greatest(row, stop - begin, softcap, get(peaks, g))
+            total = _exponentials(row, stop - begin, peak)
+            kept = exp(get(peaks, g) - peak)
+            put(peaks, g, peak)
+            put(totals, g, get(totals, g) * kept + total)
+            _scale(out + 4 * g * size, size, kept, out + 4 * g * size)
         at = begin
         while at < stop:
-            count = min(page_size - at % page_size, stop - at)
-            entry = v + (numpy.int64(pages[at // page_size]) * page_size + at % page_size) * step
+            here, rest = page_size - at % page_size, stop - at
+            count = here if here < rest else rest
+            entry = v + (get_int(pages, at // page_size) * page_size + at % page_size) * step
             _mix(scores + 4 * (at - start), group, size, entry, step, count, out)
             at += count
         start = stop
     for g in range(group):
-        factor = numpy.float32(1)
-        total = state[2 * g + 1]
-        if sinks.shape[0] > 0:
-            peak = max(state[2 * g], sinks[g])
-            factor = exp(state[2 * g] - peak)
-            total = total * factor + exp(sinks[g] - peak)
-        _scale(floats(out + 4 * g * size, size), factor / total)
+        factor, total = numpy.float32(1), get(totals, g)
+        if sinks != 0:
+            peak, sink = get(peaks, g), get(sinks, g)
+            greater = sink if sink > peak else peak
+            factor = exp(peak - greater)
+            total = total * factor + exp(sink - greater)
+        _scale(out + 4 * g * size, size, factor / total, out + 4 * g * size)
 
 
-@cfunc("void(voidptr)", cache=True, error_model="numpy")
-def attend(call: Any) -> None:
-    a, real = carray(call, (_COUNT,), numpy.int64), carray(call, (_COUNT,), numpy.float64)
-    threads, rows, kv_heads, group, size, page_size = a[0], a[1], a[2], a[3], a[4], a[5]
-    q, out, k, v, table, table_step, window, sinks = a[6], a[7], a[8], a[9], a[12], a[13], a[14], a[15]
-    query_start, kv_len = ints(a[10], rows + 1), ints(a[11], rows)
-    scale, softcap = numpy.float32(real[18]), numpy.float32(real[19])
+@kernel
+def attend(call: int) -> None:
+    threads, rows, kv_heads, group = get_long(call, 0), get_long(call, 1), get_long(call, 2), get_long(call, 3)
+    size, page_size, q, out = get_long(call, 4), get_long(call, 5), get_long(call, 6), get_long(call, 7)
+    k, v, query_start, kv_len = get_long(call, 8), get_long(call, 9), get_long(call, 10), get_long(call, 11)
+    table, table_step, window, sinks = get_long(call, 12), get_long(call, 13), get_long(call, 14), get_long(call, 15)
+    scale, softcap = numpy.float32(get_double(call, 18)), numpy.float32(get_double(call, 19))
     thread, unit, step = numpy.int64(thread_number()), 0, 4 * kv_heads * size
-    scratch = a[16] + 4 * thread * a[17]
-    queries = scratch + 4 * group * (BLOCK + 2)
+    scratch = get_long(call, 16) + 4 * thread * get_long(call, 17)
+    scaled = scratch + 4 * group * (BLOCK + 2)
     for row in range(rows):
-        tokens, length = numpy.int64(query_start[row + 1] - query_start[row]), numpy.int64(kv_len[row])
-        pages = ints(table + row * table_step, (length + page_size - 1) // page_size)
+        start, length = numpy.int64(get_int(query_start, row)), numpy.int64(get_int(kv_len, row))
+        tokens = numpy.int64(get_int(query_start, row + 1)) - start
         for query in range(tokens):
             end = length - tokens + query + 1
-            first = max(end - window, 0) if window > 0 else 0
+            first = end - window if 0 < window < end else 0
             for head in range(kv_heads):
                 unit += 1
                 if unit % threads != thread:
                     continue
-                place = 4 * ((query_start[row] + query) * kv_heads + head) * group * size
-                mixed = floats(out + place, group * size)
-                mixed[:] = 0
-                if end <= first or length == 0:
-                    continue
-                raw, scaled = floats(q + place, group * size), floats(queries, group * size)
+                place = 4 * ((start + query) * kv_heads + head) * group * size
                 for i in range(group * size):
-                    scaled[i] = raw[i] * scale
-                own_sinks = floats(sinks + 4 * head * group, group if sinks != 0 else 0)
+                    put(out + place, i, numpy.float32(0))
+                if length == 0 or end <= first:
+                    continue
+                _scale(q + place, group * size, scale, scaled)
+                own_sinks = sinks + 4 * head * group if sinks != 0 else 0
                 shift = 4 * head * size
-                _attend(queries, out + place, group, size, k + shift, v + shift, step, pages, page_size, first, end, softcap, own_sinks, scratch)
+                _attend(
+                    scaled,
+                    out + place,
+                    group,
+                    size,
+                    k + shift,
+                    v + shift,
+                    step,
+                    table + row * table_step,
+                    page_size,
+                    first,
+                    end,
+                    softcap,
+                    own_sinks,
+                    scratch,
+                )

@@ -6,9 +6,8 @@ import math
 from typing import Any, Final
 
 import numpy
-from numba import njit
 
-from .vectors import float_of_bits
+from .vectors import float_of_bits, inner
 
 SILU: Final = 1
 GELU_TANH: Final = 2
@@ -32,29 +31,29 @@ _GELU_INNER: Final = _f(2 * math.sqrt(2 / math.pi))
 _GELU_CUBE: Final = _f(0.044715)
 
 
-@njit(fastmath={"contract"})
+@inner(fastmath={"contract"})
 def exp(x: Any) -> Any:
     """Within about 2 units in the last place; 0 below -87.3 (where float32 has 1.2e-38), NaN of NaN; x is at most
     88.3 or is taken to be."""
-    inside = min(max(x, _LEAST), _GREATEST)
-    n = math.floor(inside * _LOG2E + _HALF)
+    inside = _LEAST if x < _LEAST else _GREATEST if x > _GREATEST else x
+    n = numpy.floor(inside * _LOG2E + _HALF)
     r = (inside - n * _LN2_HIGH) - n * _LN2_LOW
     series = _C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * _C7))))
     value = (_ONE + (r + r * r * series)) * float_of_bits((numpy.int32(n) + numpy.int32(127)) << numpy.int32(23))
     return _f(0.0) if x < _LEAST else value if x == x else x
 
 
-@njit(fastmath={"contract"})
+@inner(fastmath={"contract"})
 def silu(x: Any) -> Any:
     return x / (_ONE + exp(-x))
 
 
-@njit(fastmath={"contract"})
+@inner(fastmath={"contract"})
 def gelu_tanh(x: Any) -> Any:
     """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u))"""
     return x / (_ONE + exp(-_GELU_INNER * (x + _GELU_CUBE * x * x * x)))
 
 
-@njit(fastmath={"contract"})
+@inner(fastmath={"contract"})
 def gelu(x: Any) -> Any:
     return _HALF * x * (_ONE + _f(math.erf(x * _SQRT_HALF)))

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy
-from numba import carray, cfunc, njit
 
 from .functions import GELU_TANH, SILU, gelu, gelu_tanh, silu
-from .vectors import FAST, FEATURES, ROWS, floats, products_tile, thread_number
+from .vectors import FAST, FEATURES, ROWS, get, get_double, get_long, inner, kernel, products_tile, put, thread_number
 
 #: How many tiles ahead weights are fetched: about 13 KiB at 576 input features.
 _AHEAD: Final = 6 // FEATURES
@@ -23,10 +22,9 @@ _one = products_tile(FEATURES, 1, ahead=_AHEAD)
 #: threads, T, I, O; x, step of its rows; weight, bias; activation; residual, step of its rows; norm's weight, its
 #: scratch; scratch of a gated product [T, 2 O]; out; eps, offset
 LAYOUT: Final = "15q2d"
-_COUNT: Final = 17
 
 
-@njit
+@inner()
 def _products(
     x: int, x_step: int, rows: int, size: int, weight: int, first: int, end: int, out: int, out_step: int
 ) -> None:
@@ -34,7 +32,7 @@ def _products(
     step = 4 * size
     feature = first
     while feature < end:
-        at = min(feature, end - FEATURES)  # the last tile does some again
+        at = feature if feature + FEATURES <= end else end - FEATURES  # the last tile does some again
         w, place = weight + at * step, out + 4 * at
         row = 0
         while row + ROWS <= rows:
@@ -49,55 +47,55 @@ def _products(
         feature += FEATURES
 
 
-@njit(fastmath=FAST)
-def norm_row(x: Any, weight: Any, out: Any, eps: Any, offset: Any) -> None:
+@inner(fastmath=FAST)
+def norm_row(x: int, size: int, weight: int, out: int, eps: Any, offset: Any) -> None:
     """out = x / sqrt(mean(x^2) + eps) * (weight + offset)"""
     total = numpy.float32(0)
-    for i in range(x.shape[0]):
-        total += x[i] * x[i]
-    factor = numpy.float32(1) / numpy.sqrt(total / numpy.float32(x.shape[0]) + eps)
-    for i in range(x.shape[0]):
-        out[i] = x[i] * factor * (weight[i] + offset)
+    for i in range(size):
+        total += get(x, i) * get(x, i)
+    factor = numpy.float32(1) / numpy.sqrt(total / numpy.float32(size) + eps)
+    for i in range(size):
+        put(out, i, get(x, i) * factor * (get(weight, i) + offset))
 
 
-@njit(fastmath={"contract"})
-def gate_row(gate: Any, up: Any, out: Any, activation: int) -> None:
+@inner(fastmath={"contract"})
+def gate_row(gate: int, up: int, size: int, out: int, activation: int) -> None:
     """out = act(gate) * up"""
     if activation == SILU:
-        for i in range(out.shape[0]):
-            out[i] = silu(gate[i]) * up[i]
+        for i in range(size):
+            put(out, i, silu(get(gate, i)) * get(up, i))
     elif activation == GELU_TANH:
-        for i in range(out.shape[0]):
-            out[i] = gelu_tanh(gate[i]) * up[i]
+        for i in range(size):
+            put(out, i, gelu_tanh(get(gate, i)) * get(up, i))
     else:
-        for i in range(out.shape[0]):
-            out[i] = gelu(gate[i]) * up[i]
+        for i in range(size):
+            put(out, i, gelu(get(gate, i)) * get(up, i))
 
 
-@njit
-def _add_row(out: Any, other: Any) -> None:
-    for i in range(out.shape[0]):
-        out[i] += other[i]
+@inner()
+def add_row(out: int, other: int, size: int) -> None:
+    for i in range(size):
+        put(out, i, get(out, i) + get(other, i))
 
 
-@cfunc("void(voidptr)", cache=True, error_model="numpy")
-def project(call: Any) -> None:
-    a, real = carray(call, (_COUNT,), numpy.int64), carray(call, (_COUNT,), numpy.float64)
-    threads, rows, size, features, x, x_step, weight, bias, activation = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]
-    residual, residual_step, norm_weight, normed, wide, out = a[9], a[10], a[11], a[12], a[13], a[14]
+@kernel
+def project(call: int) -> None:
+    threads, rows, size, features = get_long(call, 0), get_long(call, 1), get_long(call, 2), get_long(call, 3)
+    x, x_step, weight, bias = get_long(call, 4), get_long(call, 5), get_long(call, 6), get_long(call, 7)
+    activation, residual, residual_step = get_long(call, 8), get_long(call, 9), get_long(call, 10)
+    norm_weight, normed, wide, out = get_long(call, 11), get_long(call, 12), get_long(call, 13), get_long(call, 14)
+    eps, offset = numpy.float32(get_double(call, 15)), numpy.float32(get_double(call, 16))
     # Whole tiles, shared out evenly; the last thread that has any takes the rest of the features as well
     thread, tiles = numpy.int64(thread_number()), features // FEATURES
-    share = (tiles + threads - 1) // threads
-    first, last = min(thread * share, tiles), min((thread + 1) * share, tiles)
+    first, last = tiles * thread // threads, tiles * (thread + 1) // threads
     if first == last:
         return
     first, end = first * FEATURES, features if last == tiles else last * FEATURES
     if norm_weight != 0:
         # Each thread for itself: cheaper than to wait for each other
         normed += thread * rows * size * 4
-        eps, offset = numpy.float32(real[15]), numpy.float32(real[16])
         for row in range(rows):
-            norm_row(floats(x + row * x_step, size), floats(norm_weight, size), floats(normed + 4 * row * size, size), eps, offset)
+            norm_row(x + row * x_step, size, norm_weight, normed + 4 * row * size, eps, offset)
         x, x_step = normed, 4 * size
     step, count = 4 * features, end - first
     if activation == 0:
@@ -106,15 +104,14 @@ def project(call: Any) -> None:
         _products(x, x_step, rows, size, weight, first, end, wide, 2 * step)
         _products(x, x_step, rows, size, weight + size * step, first, end, wide + step, 2 * step)
     for row in range(rows):
-        mine = floats(out + row * step + 4 * first, count)
+        mine = out + row * step + 4 * first
         if activation != 0:
-            gate = floats(wide + row * 2 * step + 4 * first, count)
-            up = floats(wide + row * 2 * step + step + 4 * first, count)
+            gate = wide + 2 * row * step + 4 * first
             if bias != 0:
-                _add_row(gate, floats(bias + 4 * first, count))
-                _add_row(up, floats(bias + step + 4 * first, count))
-            gate_row(gate, up, mine, activation)
+                add_row(gate, bias + 4 * first, count)
+                add_row(gate + step, bias + step + 4 * first, count)
+            gate_row(gate, gate + step, count, mine, activation)
         elif bias != 0:
-            _add_row(mine, floats(bias + 4 * first, count))
+            add_row(mine, bias + 4 * first, count)
         if residual != 0:
-            _add_row(mine, floats(residual + row * residual_step + 4 * first, count))
+            add_row(mine, residual + row * residual_step + 4 * first, count)

@@ -5,69 +5,57 @@ Letters: T tokens, H query heads, K KV heads, D head size.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy
-from numba import carray, cfunc, njit
 
 from .project_kernel import norm_row
-from .vectors import floats, longs, thread_number
+from .vectors import get, get_double, get_long, inner, kernel, put, thread_number
 
 #: threads, T, H, K, D; qkv, step of its rows; positions, write_index; cos, sin, pairs that turn, interleaved; q, k;
 #: cache of k, of v; weight of q's norm, of k's; eps and offset of q's, of k's
 LAYOUT: Final = "19q4d"
-_COUNT: Final = 23
 
 
-@njit(fastmath={"contract"})
-def _turn(x: Any, out: Any, cos: Any, sin: Any, interleaved: int) -> None:
+@inner(fastmath={"contract"})
+def _turn(x: int, size: int, out: int, cos: int, sin: int, pairs: int, interleaved: int) -> None:
     """x and out [D], perhaps the same; cos and sin [pairs]."""
-    pairs, size = cos.shape[0], x.shape[0]
-    if interleaved != 0:
-        for i in range(pairs):
-            a, b = x[2 * i], x[2 * i + 1]
-            out[2 * i] = a * cos[i] - b * sin[i]
-            out[2 * i + 1] = b * cos[i] + a * sin[i]
-    else:
-        for i in range(pairs):
-            a, b = x[i], x[pairs + i]
-            out[i] = a * cos[i] - b * sin[i]
-            out[pairs + i] = b * cos[i] + a * sin[i]
-    for i in range(2 * pairs, size):
-        out[i] = x[i]
+    apart, stride = (1, 2) if interleaved != 0 else (pairs, 1)
+    for i in range(pairs):
+        a, b = get(x, stride * i), get(x, stride * i + apart)
+        put(out, stride * i, a * get(cos, i) - b * get(sin, i))
+        put(out, stride * i + apart, b * get(cos, i) + a * get(sin, i))
+    _copy(x + 8 * pairs, out + 8 * pairs, size - 2 * pairs)
 
 
-@cfunc("void(voidptr)", cache=True, error_model="numpy")
-def rope_write(call: Any) -> None:
-    a, real = carray(call, (_COUNT,), numpy.int64), carray(call, (_COUNT,), numpy.float64)
-    threads, tokens, heads, kv_heads, size, qkv, qkv_step = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
-    positions, index = longs(a[7], tokens), longs(a[8], tokens)
-    cos, sin, pairs, interleaved, q, k = a[9], a[10], a[11], a[12], a[13], a[14]
-    k_cache, v_cache, q_weight, k_weight = a[15], a[16], a[17], a[18]
-    share = (tokens + threads - 1) // threads
-    first = numpy.int64(thread_number()) * share
-    for token in range(first, min(first + share, tokens)):
-        place = 4 * positions[token] * pairs
-        turn_cos, turn_sin = floats(cos + place, pairs), floats(sin + place, pairs)
-        entry = 4 * index[token] * kv_heads * size
+@inner()
+def _copy(x: int, out: int, size: int) -> None:
+    for i in range(size):
+        put(out, i, get(x, i))
+
+
+@kernel
+def rope_write(call: int) -> None:
+    threads, tokens, heads, kv_heads = get_long(call, 0), get_long(call, 1), get_long(call, 2), get_long(call, 3)
+    size, qkv, qkv_step = get_long(call, 4), get_long(call, 5), get_long(call, 6)
+    positions, index, cos, sin = get_long(call, 7), get_long(call, 8), get_long(call, 9), get_long(call, 10)
+    pairs, interleaved, q, k = get_long(call, 11), get_long(call, 12), get_long(call, 13), get_long(call, 14)
+    k_cache, v_cache = get_long(call, 15), get_long(call, 16)
+    thread = numpy.int64(thread_number())
+    for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
+        place = 4 * get_long(positions, token) * pairs
+        entry, x = 4 * get_long(index, token) * kv_heads * size, qkv + token * qkv_step
         for head in range(heads + kv_heads):
-            is_query = head < heads
-            if is_query:
-                out, weight = floats(q + 4 * (token * heads + head) * size, size), q_weight
-                eps, offset = numpy.float32(real[19]), numpy.float32(real[20])
-            else:
-                out, weight = floats(k + 4 * (token * kv_heads + head - heads) * size, size), k_weight
-                eps, offset = numpy.float32(real[21]), numpy.float32(real[22])
-            x = floats(qkv + token * qkv_step + 4 * head * size, size)
+            is_key = numpy.int64(head >= heads)
+            weight = get_long(call, 17 + is_key)
+            eps, offset = get_double(call, 19 + 2 * is_key), get_double(call, 20 + 2 * is_key)
+            out = k + 4 * (token * kv_heads + head - heads) * size if is_key else q + 4 * (token * heads + head) * size
             if weight != 0:
-                norm_row(x, floats(weight, size), out, eps, offset)
-                x = out
-            _turn(x, out, turn_cos, turn_sin, interleaved)
-            if not is_query:
-                kept = floats(k_cache + entry + 4 * (head - heads) * size, size)
-                for i in range(size):
-                    kept[i] = out[i]
-        width = kv_heads * size
-        v, kept = floats(qkv + token * qkv_step + 4 * (heads + kv_heads) * size, width), floats(v_cache + entry, width)
-        for i in range(width):
-            kept[i] = v[i]
+                norm_row(x, size, weight, out, numpy.float32(eps), numpy.float32(offset))
+                _turn(out, size, out, cos + place, sin + place, pairs, interleaved)
+            else:
+                _turn(x, size, out, cos + place, sin + place, pairs, interleaved)
+            if is_key:
+                _copy(out, k_cache + entry + 4 * (head - heads) * size, size)
+            x += 4 * size
+        _copy(x, v_cache + entry, kv_heads * size)

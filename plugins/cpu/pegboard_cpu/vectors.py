@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import llvmlite.binding as llvm
-import numpy
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -41,14 +40,47 @@ llvm.add_symbol("omp_get_thread_num", address_of("omp_get_thread_num") or 0)
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 
 
+def inner(*, fastmath: set[str] | None = None) -> Callable[[Any], Any]:
+    """njit for functions that only kernels call: without what Python would call them by, and with IEEE division."""
+    flags = fastmath or False
+    return njit(fastmath=flags, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[no-any-return]
+
+
+def kernel(function: Any) -> Any:
+    """A C function of one address, kept on disk once it is compiled. It raises nothing."""
+    return cfunc("void(int64)", cache=True, error_model="numpy")(function)
+
+
+def _reader(number: Any, kind: Any) -> Any:
+    @intrinsic
+    def read(_: Any, address: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            first = builder.inttoptr(arguments[0], kind.as_pointer())
+            return builder.load(builder.gep(first, [arguments[1]]))
+
+        return number(types.int64, types.int64), generate
+
+    return read
+
+
+#: number `index` of those at `address`: float32, float64, int32, int64. An array's checks for negative places would be
+#: in the compiler's way.
+get = _reader(types.float32, ir.FloatType())
+get_double = _reader(types.float64, ir.DoubleType())
+get_int = _reader(types.int32, ir.IntType(32))
+get_long = _reader(types.int64, ir.IntType(64))
+
+
 @intrinsic
-def pointer(_: Any, address: Any) -> Any:
-    """int64 -> void *"""
+def put(_: Any, address: Any, index: Any, value: Any) -> Any:
+    """Store a float32 as number `index` of those at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        first = builder.inttoptr(arguments[0], _F32.as_pointer())
+        builder.store(arguments[2], builder.gep(first, [arguments[1]]))
+        return context.get_dummy_value()
 
-    return types.voidptr(types.int64), generate
+    return types.void(types.int64, types.int64, types.float32), generate
 
 
 @intrinsic
@@ -59,22 +91,6 @@ def float_of_bits(_: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], _F32)
 
     return types.float32(types.int32), generate
-
-
-@njit(inline="always")
-def floats(address: int, count: int) -> Any:
-    """float32 [count] at `address`."""
-    return carray(pointer(address), (count,), numpy.float32)
-
-
-@njit(inline="always")
-def longs(address: int, count: int) -> Any:
-    return carray(pointer(address), (count,), numpy.int64)
-
-
-@njit(inline="always")
-def ints(address: int, count: int) -> Any:
-    return carray(pointer(address), (count,), numpy.int32)
 
 
 def _at(builder: Any, address: Any, kind: Any) -> Any:
@@ -135,85 +151,104 @@ def products_tile(features: int, rows: int, *, ahead: int) -> Callable[..., None
     All are addresses of float32 and steps from row to row in bytes; `size` is a multiple of WIDTH, above 0. The rows
     of w that come `ahead` tiles later are fetched into the cache meanwhile (0: none)."""
 
-    @intrinsic
-    def tile(_: Any, x: Any, x_step: Any, w: Any, w_step: Any, size: Any, out: Any, out_step: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x, x_step, w, w_step, size, out, out_step = arguments
-            fma, total = _fma(builder), _sum(builder)
-            x_rows = [_plus(builder, x, x_step, row) for row in range(rows)]
-            w_rows = [_plus(builder, w, w_step, feature) for feature in range(features)]
-            distance = builder.mul(w_step, ir.Constant(_I64, ahead * features))
-            zero = ir.Constant(_VECTOR, [0.0] * WIDTH)
-            stop = builder.mul(size, ir.Constant(_I64, 4))
-            loop = _Loop(builder, stop, _BYTES, [zero] * (rows * features))
-            sums, weights = list(loop.carried), []
+    def body(builder: Any, x: Any, x_step: Any, w: Any, w_step: Any, size: Any, out: Any, out_step: Any) -> None:
+        fma, total = _fma(builder), _sum(builder)
+        x_rows = [_plus(builder, x, x_step, row) for row in range(rows)]
+        w_rows = [_plus(builder, w, w_step, feature) for feature in range(features)]
+        distance = builder.mul(w_step, ir.Constant(_I64, ahead * features))
+        zero = ir.Constant(_VECTOR, [0.0] * WIDTH)
+        stop = builder.mul(size, ir.Constant(_I64, 4))
+        loop = _Loop(builder, stop, _BYTES, [zero] * (rows * features))
+        sums, weights = list(loop.carried), []
+        for feature in range(features):
+            place = builder.add(w_rows[feature], loop.index)
+            weights.append(builder.load(_at(builder, place, _VECTOR), align=4))
+            if ahead:
+                for line in range(0, _BYTES, _LINE):
+                    later = builder.add(place, distance)
+                    _prefetch(builder, builder.add(later, ir.Constant(_I64, line)))
+        for row in range(rows):
+            value = builder.load(_at(builder, builder.add(x_rows[row], loop.index), _VECTOR), align=4)
             for feature in range(features):
-                place = builder.add(w_rows[feature], loop.index)
-                weights.append(builder.load(_at(builder, place, _VECTOR), align=4))
-                if ahead:
-                    for line in range(0, _BYTES, _LINE):
-                        later = builder.add(place, distance)
-                        _prefetch(builder, builder.add(later, ir.Constant(_I64, line)))
-            for row in range(rows):
-                value = builder.load(_at(builder, builder.add(x_rows[row], loop.index), _VECTOR), align=4)
-                for feature in range(features):
-                    at = row * features + feature
-                    sums[at] = builder.call(fma, [weights[feature], value, sums[at]])
-            loop.close(sums)
-            for row in range(rows):
-                for feature in range(features):
-                    start = ir.Constant(_F32, 0.0)
-                    one = builder.call(total, [start, sums[row * features + feature]], fastmath=("reassoc",))
-                    place = builder.add(_plus(builder, out, out_step, row), ir.Constant(_I64, 4 * feature))
-                    builder.store(one, _at(builder, place, _F32), align=4)
-            return context.get_dummy_value()
+                at = row * features + feature
+                sums[at] = builder.call(fma, [weights[feature], value, sums[at]])
+        loop.close(sums)
+        for row in range(rows):
+            for feature in range(features):
+                start = ir.Constant(_F32, 0.0)
+                one = builder.call(total, [start, sums[row * features + feature]], fastmath=("reassoc",))
+                place = builder.add(_plus(builder, out, out_step, row), ir.Constant(_I64, 4 * feature))
+                builder.store(one, _at(builder, place, _F32), align=4)
 
-        return types.void(*[types.int64] * 7), generate
-
-    return tile  # type: ignore[no-any-return]
+    return _tile(f"pegboard_products_{features}x{rows}_{ahead}", body)
 
 
 def mixing_tile(rows: int, vectors: int) -> Callable[..., None]:
     """tile(p, p_step, v, v_step, count, out, out_step): out[r] += sum over `count` entries of p[r, e] * v[e], for
     `vectors` * WIDTH numbers of out and v. Addresses and steps as for products; `count` above 0."""
 
-    @intrinsic
-    def tile(_: Any, p: Any, p_step: Any, v: Any, v_step: Any, count: Any, out: Any, out_step: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            p, p_step, v, v_step, count, out, out_step = arguments
-            fma = _fma(builder)
-            p_rows = [_plus(builder, p, p_step, row) for row in range(rows)]
-            places = [
-                builder.add(_plus(builder, out, out_step, row), ir.Constant(_I64, part * _BYTES))
-                for row in range(rows)
-                for part in range(vectors)
-            ]
-            before = [builder.load(_at(builder, place, _VECTOR), align=4) for place in places]
-            loop = _Loop(builder, count, 1, before)
-            sums = list(loop.carried)
-            entry = builder.add(v, builder.mul(v_step, loop.index))
-            values = [
-                builder.load(_at(builder, builder.add(entry, ir.Constant(_I64, part * _BYTES)), _VECTOR), align=4)
-                for part in range(vectors)
-            ]
-            offset = builder.mul(loop.index, ir.Constant(_I64, 4))
-            for row in range(rows):
-                weight = builder.load(_at(builder, builder.add(p_rows[row], offset), _F32), align=4)
-                weight = _spread(builder, weight)
-                for part in range(vectors):
-                    at = row * vectors + part
-                    sums[at] = builder.call(fma, [weight, values[part], sums[at]])
-            loop.close(sums)
-            for place, value in zip(places, sums, strict=True):
-                builder.store(value, _at(builder, place, _VECTOR), align=4)
-            return context.get_dummy_value()
+    def body(builder: Any, p: Any, p_step: Any, v: Any, v_step: Any, count: Any, out: Any, out_step: Any) -> None:
+        fma = _fma(builder)
+        p_rows = [_plus(builder, p, p_step, row) for row in range(rows)]
+        places = [
+            builder.add(_plus(builder, out, out_step, row), ir.Constant(_I64, part * _BYTES))
+            for row in range(rows)
+            for part in range(vectors)
+        ]
+        before = [builder.load(_at(builder, place, _VECTOR), align=4) for place in places]
+        loop = _Loop(builder, count, 1, before)
+        sums = list(loop.carried)
+        entry = builder.add(v, builder.mul(v_step, loop.index))
+        values = [
+            builder.load(_at(builder, builder.add(entry, ir.Constant(_I64, part * _BYTES)), _VECTOR), align=4)
+            for part in range(vectors)
+        ]
+        offset = builder.mul(loop.index, ir.Constant(_I64, 4))
+        for row in range(rows):
+            weight = builder.load(_at(builder, builder.add(p_rows[row], offset), _F32), align=4)
+            weight = _spread(builder, weight)
+            for part in range(vectors):
+                at = row * vectors + part
+                sums[at] = builder.call(fma, [weight, values[part], sums[at]])
+        loop.close(sums)
+        for place, value in zip(places, sums, strict=True):
+            builder.store(value, _at(builder, place, _VECTOR), align=4)
 
-        return types.void(*[types.int64] * 7), generate
-
-    return tile  # type: ignore[no-any-return]
+    return _tile(f"pegboard_mix_{rows}x{vectors}", body)
 
 
 def _spread(builder: Any, number: Any) -> Any:
     one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
     mask = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)
     return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), mask)
+
+
+def _tile(name: str, body: Callable[..., None]) -> Callable[..., None]:
+    """seven int64 -> nothing, as a function of its own in the module that calls it.
+
+    Not inlined, and not unrolled but by hand ("optsize"): numba has LLVM optimise the same code again in every kernel
+    that it gets into, and LLVM 20 once made of an unrolled rest one that stores poison. tests/plugins/cpu therefore
+    run what comes from the disk, too."""
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 7)
+
+    def define(module: Any) -> Any:
+        if name in module.globals:
+            return module.globals[name]
+        function = ir.Function(module, kind, name)
+        function.linkage = "internal"
+        for attribute in ("noinline", "nounwind", "optsize"):
+            function.attributes.add(attribute)
+        builder = ir.IRBuilder(function.append_basic_block())
+        body(builder, *function.args)
+        builder.ret_void()
+        return function
+
+    @intrinsic
+    def tile(_: Any, x: Any, x_step: Any, w: Any, w_step: Any, size: Any, out: Any, out_step: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            builder.call(define(builder.module), arguments)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return tile  # type: ignore[no-any-return]

@@ -15,8 +15,10 @@ from .functions import exp
 from .vectors import (
     FAST,
     HEAD_STEP,
+    LINE,
     ROWS,
     SCORES,
+    fetch,
     get,
     get_double,
     get_int,
@@ -26,6 +28,7 @@ from .vectors import (
     mixing_tile,
     products_tile,
     put,
+    team_size,
     thread_number,
 )
 
@@ -36,9 +39,9 @@ _scores_one = products_tile(SCORES, 1, ahead=0)
 _mix_four = mixing_tile(4, 2)
 _mix_one = mixing_tile(1, 2)
 
-#: threads, R, K, G, D, S; q, out; cache of k, of v; query_start, kv_len; page_table, step of its rows; window (0:
+#: R, K, G, D, S; q, out; cache of k, of v; query_start, kv_len; page_table, step of its rows; window (0:
 #: none), sinks (0: none), scratch, numbers of it a thread; scale, softcap (0: none)
-LAYOUT: Final = "18q2d"
+LAYOUT: Final = "17q2d"
 
 
 def scratch_numbers(group: int, head_size: int) -> int:
@@ -70,6 +73,14 @@ def _mix(p: int, group: int, size: int, v: int, v_step: int, count: int, out: in
         while g < group:
             _mix_one(p + 4 * g * BLOCK, 4 * BLOCK, v + d, v_step, count, out + 4 * g * size + d, 4 * size)
             g += 1
+
+
+@inner()
+def _fetch(entry: int, step: int, count: int, size: int) -> None:
+    """Consecutive entries of a page, which lie too far apart for the CPU to guess the next."""
+    for e in range(count):
+        for line in range(0, 4 * size, LINE):
+            fetch(entry + e * step + line)
 
 
 @inner(fastmath=FAST)
@@ -133,8 +144,13 @@ def _attend(
         while at < stop:
             here, rest = page_size - at % page_size, stop - at
             count = here if here < rest else rest
-            entry = k + (get_int(pages, at // page_size) * page_size + at % page_size) * step
-            _score(q, group, size, entry, step, count, scores + 4 * (at - start))
+            place = (get_int(pages, at // page_size) * page_size + at % page_size) * step
+            _fetch(v + place, step, count, size)
+            after = at + count
+            if after < end and after % page_size == 0:
+                following = page_size if page_size < BLOCK else BLOCK
+                _fetch(k + get_int(pages, after // page_size) * page_size * step, step, following, size)
+            _score(q, group, size, k + place, step, count, scores + 4 * (at - start))
             at += count
         begin = start if start > first else first
         for g in range(group):
@@ -149,8 +165,8 @@ def _attend(
         while at < stop:
             here, rest = page_size - at % page_size, stop - at
             count = here if here < rest else rest
-            entry = v + (get_int(pages, at // page_size) * page_size + at % page_size) * step
-            _mix(scores + 4 * (at - start), group, size, entry, step, count, out)
+            place = (get_int(pages, at // page_size) * page_size + at % page_size) * step
+            _mix(scores + 4 * (at - start), group, size, v + place, step, count, out)
             at += count
         start = stop
     for g in range(group):
@@ -165,13 +181,14 @@ def _attend(
 
 @kernel
 def attend(call: int) -> None:
-    threads, rows, kv_heads, group = get_long(call, 0), get_long(call, 1), get_long(call, 2), get_long(call, 3)
-    size, page_size, q, out = get_long(call, 4), get_long(call, 5), get_long(call, 6), get_long(call, 7)
-    k, v, query_start, kv_len = get_long(call, 8), get_long(call, 9), get_long(call, 10), get_long(call, 11)
-    table, table_step, window, sinks = get_long(call, 12), get_long(call, 13), get_long(call, 14), get_long(call, 15)
-    scale, softcap = numpy.float32(get_double(call, 18)), numpy.float32(get_double(call, 19))
-    thread, unit, step = numpy.int64(thread_number()), 0, 4 * kv_heads * size
-    scratch = get_long(call, 16) + 4 * thread * get_long(call, 17)
+    rows, kv_heads, group = get_long(call, 0), get_long(call, 1), get_long(call, 2)
+    size, page_size, q, out = get_long(call, 3), get_long(call, 4), get_long(call, 5), get_long(call, 6)
+    k, v, query_start, kv_len = get_long(call, 7), get_long(call, 8), get_long(call, 9), get_long(call, 10)
+    table, table_step, window, sinks = get_long(call, 11), get_long(call, 12), get_long(call, 13), get_long(call, 14)
+    scale, softcap = numpy.float32(get_double(call, 17)), numpy.float32(get_double(call, 18))
+    threads, thread = numpy.int64(team_size()), numpy.int64(thread_number())
+    unit, step = 0, 4 * kv_heads * size
+    scratch = get_long(call, 15) + 4 * thread * get_long(call, 16)
     scaled = scratch + 4 * group * (BLOCK + 2)
     for row in range(rows):
         start, length = numpy.int64(get_int(query_start, row)), numpy.int64(get_int(kv_len, row))

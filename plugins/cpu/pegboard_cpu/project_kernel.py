@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy
 
 from .functions import GELU_TANH, SILU, gelu, gelu_tanh, silu
-from .vectors import FAST, FEATURES, ROWS, get, get_double, get_long, inner, kernel, products_tile, put, thread_number
+from .vectors import FAST, FEATURES, ROWS, get, get_double, get_long, inner, kernel, products_tile, put, team_size, thread_number
 
 #: How many tiles ahead weights are fetched: about 13 KiB at 576 input features.
 _AHEAD: Final = 6 // FEATURES
@@ -19,9 +19,9 @@ _three = products_tile(FEATURES, 3, ahead=_AHEAD)
 _two = products_tile(FEATURES, 2, ahead=_AHEAD)
 _one = products_tile(FEATURES, 1, ahead=_AHEAD)
 
-#: threads, T, I, O; x, step of its rows; weight, bias; activation; residual, step of its rows; norm's weight, its
+#: T, I, O; x, step of its rows; weight, bias; activation; residual, step of its rows; norm's weight, its
 #: scratch; scratch of a gated product [T, 2 O]; out; eps, offset
-LAYOUT: Final = "15q2d"
+LAYOUT: Final = "14q2d"
 
 
 @inner()
@@ -80,13 +80,13 @@ def add_row(out: int, other: int, size: int) -> None:
 
 @kernel
 def project(call: int) -> None:
-    threads, rows, size, features = get_long(call, 0), get_long(call, 1), get_long(call, 2), get_long(call, 3)
-    x, x_step, weight, bias = get_long(call, 4), get_long(call, 5), get_long(call, 6), get_long(call, 7)
-    activation, residual, residual_step = get_long(call, 8), get_long(call, 9), get_long(call, 10)
-    norm_weight, normed, wide, out = get_long(call, 11), get_long(call, 12), get_long(call, 13), get_long(call, 14)
-    eps, offset = numpy.float32(get_double(call, 15)), numpy.float32(get_double(call, 16))
+    rows, size, features = get_long(call, 0), get_long(call, 1), get_long(call, 2)
+    x, x_step, weight, bias = get_long(call, 3), get_long(call, 4), get_long(call, 5), get_long(call, 6)
+    activation, residual, residual_step = get_long(call, 7), get_long(call, 8), get_long(call, 9)
+    norm_weight, normed, wide, out = get_long(call, 10), get_long(call, 11), get_long(call, 12), get_long(call, 13)
+    eps, offset = numpy.float32(get_double(call, 14)), numpy.float32(get_double(call, 15))
     # Whole tiles, shared out evenly; the last thread that has any takes the rest of the features as well
-    thread, tiles = numpy.int64(thread_number()), features // FEATURES
+    threads, thread, tiles = numpy.int64(team_size()), numpy.int64(thread_number()), features // FEATURES
     first, last = tiles * thread // threads, tiles * (thread + 1) // threads
     if first == last:
         return

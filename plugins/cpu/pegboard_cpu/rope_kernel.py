@@ -10,11 +10,11 @@ from typing import Final
 import numpy
 
 from .project_kernel import norm_row
-from .vectors import get, get_double, get_long, inner, kernel, put, thread_number
+from .vectors import get, get_double, get_long, inner, kernel, put, team_size, thread_number
 
-#: threads, T, H, K, D; qkv, step of its rows; positions, write_index; cos, sin, pairs that turn, interleaved; q, k;
+#: T, H, K, D; qkv, step of its rows; positions, write_index; cos, sin, pairs that turn, interleaved; q, k;
 #: cache of k, of v; weight of q's norm, of k's; eps and offset of q's, of k's
-LAYOUT: Final = "19q4d"
+LAYOUT: Final = "18q4d"
 
 
 @inner(fastmath={"contract"})
@@ -36,19 +36,19 @@ def _copy(x: int, out: int, size: int) -> None:
 
 @kernel
 def rope_write(call: int) -> None:
-    threads, tokens, heads, kv_heads = get_long(call, 0), get_long(call, 1), get_long(call, 2), get_long(call, 3)
-    size, qkv, qkv_step = get_long(call, 4), get_long(call, 5), get_long(call, 6)
-    positions, index, cos, sin = get_long(call, 7), get_long(call, 8), get_long(call, 9), get_long(call, 10)
-    pairs, interleaved, q, k = get_long(call, 11), get_long(call, 12), get_long(call, 13), get_long(call, 14)
-    k_cache, v_cache = get_long(call, 15), get_long(call, 16)
-    thread = numpy.int64(thread_number())
+    tokens, heads, kv_heads = get_long(call, 0), get_long(call, 1), get_long(call, 2)
+    size, qkv, qkv_step = get_long(call, 3), get_long(call, 4), get_long(call, 5)
+    positions, index, cos, sin = get_long(call, 6), get_long(call, 7), get_long(call, 8), get_long(call, 9)
+    pairs, interleaved, q, k = get_long(call, 10), get_long(call, 11), get_long(call, 12), get_long(call, 13)
+    k_cache, v_cache = get_long(call, 14), get_long(call, 15)
+    threads, thread = numpy.int64(team_size()), numpy.int64(thread_number())
     for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
         place = 4 * get_long(positions, token) * pairs
         entry, x = 4 * get_long(index, token) * kv_heads * size, qkv + token * qkv_step
         for head in range(heads + kv_heads):
             is_key = numpy.int64(head >= heads)
-            weight = get_long(call, 17 + is_key)
-            eps, offset = get_double(call, 19 + 2 * is_key), get_double(call, 20 + 2 * is_key)
+            weight = get_long(call, 16 + is_key)
+            eps, offset = get_double(call, 18 + 2 * is_key), get_double(call, 19 + 2 * is_key)
             out = k + 4 * (token * kv_heads + head - heads) * size if is_key else q + 4 * (token * heads + head) * size
             if weight != 0:
                 norm_row(x, size, weight, out, numpy.float32(eps), numpy.float32(offset))

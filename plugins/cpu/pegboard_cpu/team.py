@@ -41,7 +41,7 @@ def address_of(name: str) -> int | None:
 
 def refusals() -> list[str]:
     """Why kernels can't run on torch's threads here; empty: they can."""
-    missing = [name for name in ("GOMP_parallel", "omp_get_thread_num") if address_of(name) is None]
+    missing = [name for name in ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num") if address_of(name) is None]
     return [f"needs torch's OpenMP runtime to have {' and '.join(missing)}, as on Linux"] if missing else []
 
 
@@ -63,7 +63,7 @@ class Kernel:
         self._call = (compiled.address, ctypes.addressof(self._buffer))
 
     def __call__(self, threads: int, *arguments: float) -> None:
-        """Run on `threads` threads, the caller's among them; they learn their number from OpenMP. `threads` is the
-        first thing that a kernel reads."""
-        self._pack(self._buffer, 0, threads, *arguments)
+        """Run on at most `threads` threads, the caller's among them; how many they are, and which it is, each asks
+        OpenMP (`team_size`, `thread_number`)."""
+        self._pack(self._buffer, 0, *arguments)
         self._region(*self._call, threads, 0)

@@ -34,9 +34,13 @@ FAST: Final = {"reassoc", "contract", "arcp", "nsz"}
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, WIDTH)
 _BYTES: Final = 4 * WIDTH
-_LINE: Final = 64
+#: Bytes of a cache line.
+LINE: Final = 64
 
-llvm.add_symbol("omp_get_thread_num", address_of("omp_get_thread_num") or 0)
+for _name in ("omp_get_num_threads", "omp_get_thread_num"):
+    llvm.add_symbol(_name, address_of(_name) or 0)
+#: Threads that run a kernel, and which of them the caller is.
+team_size = types.ExternalFunction("omp_get_num_threads", types.int32())
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
 
 
@@ -91,6 +95,17 @@ def float_of_bits(_: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], _F32)
 
     return types.float32(types.int32), generate
+
+
+@intrinsic
+def fetch(_: Any, address: Any) -> Any:
+    """Have the cache line of an address fetched, whatever is there."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 def _at(builder: Any, address: Any, kind: Any) -> Any:
@@ -164,7 +179,7 @@ def products_tile(features: int, rows: int, *, ahead: int) -> Callable[..., None
             place = builder.add(w_rows[feature], loop.index)
             weights.append(builder.load(_at(builder, place, _VECTOR), align=4))
             if ahead:
-                for line in range(0, _BYTES, _LINE):
+                for line in range(0, _BYTES, LINE):
                     later = builder.add(place, distance)
                     _prefetch(builder, builder.add(later, ir.Constant(_I64, line)))
         for row in range(rows):

@@ -26,7 +26,6 @@ class NumbaPlan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     rows: Rows
     layer: AttentionLayer
-    scratch: Tensor
 
 
 class NumbaAttention(AttentionBackend[NumbaPlan]):
@@ -38,10 +37,10 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
 
         self._page_size = need.page_size
         self._attend = team.Kernel(kernel.attend, kernel.LAYOUT)
-        self._threads = torch.get_num_threads()
         self._numbers = max(
             kernel.scratch_numbers(layer.query_heads // layer.kv_heads, layer.head_size) for layer in need.layers
         )
+        self._scratch = torch.empty(0)
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
@@ -79,16 +78,14 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
         tensors = tuple(TensorSpec(name=name, shape=shape, dtype=need.kv_dtype) for name in ("k", "v"))
         return (KVLayout(name="nhd", tensors=tensors),)
 
-    def workspace(self) -> Sequence[TensorSpec]:
-        return (TensorSpec(name="scratch", shape=(self._threads, self._numbers), dtype="float32"),)
-
     def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> NumbaPlan:
         bounds = rows.bounds
         reach = bounds.max_kv if layer.window is None else min(bounds.max_kv, layer.window)
         products = bounds.tokens * layer.query_heads * layer.head_size * reach
-        limit = min(self._threads, torch.get_num_threads())
-        threads = max(1, min(limit, products // _ENOUGH))
-        return NumbaPlan(threads=threads, rows=rows, layer=layer, scratch=workspace["scratch"])
+        threads = max(1, min(torch.get_num_threads(), products // _ENOUGH))
+        if self._scratch.shape[0] < threads:
+            self._scratch = torch.empty(threads, self._numbers)
+        return NumbaPlan(threads=threads, rows=rows, layer=layer)
 
     def forward(
         self,
@@ -99,7 +96,7 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
         plan: NumbaPlan,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        rows, layer, scratch = plan.rows, plan.layer, plan.scratch
+        rows, layer = plan.rows, plan.layer
         expected = (rows.bounds.tokens, layer.query_heads, layer.head_size)
         if q.dtype != torch.float32 or q.shape != expected:
             raise PegboardError(f"q is {tuple(q.shape)} {q.dtype}; the plan is for {expected} torch.float32")
@@ -125,8 +122,8 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
             4 * rows.page_table.stride(0),
             layer.window or 0,
             0 if sinks is None else sinks.data_ptr(),
-            scratch.data_ptr(),
-            scratch.shape[1],
+            self._scratch.data_ptr(),
+            self._numbers,
             layer.scale,
             layer.softcap or 0.0,
         )

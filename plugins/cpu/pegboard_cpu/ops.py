@@ -103,9 +103,13 @@ class NumbaOps(TorchOps):
         rows, size = x.shape
         weight, bias = linear.weight, linear.bias
         if weight is not None and self._batch_invariant and rows > FEW_ROWS:
-            pieces = zip(x.split(FEW_ROWS), [None] * rows if residual is None else residual.split(FEW_ROWS))
+            runs = [slice(first, first + FEW_ROWS) for first in range(0, rows, FEW_ROWS)]
+            others = [None if residual is None else residual[run] for run in runs]
             return torch.cat(
-                [self.project(part, linear, norm=norm, activation=activation, residual=other) for part, other in pieces]
+                [
+                    self.project(x[run], linear, norm=norm, activation=activation, residual=other)
+                    for run, other in zip(runs, others, strict=True)
+                ]
             )
         features = linear.out_features if activation is None else linear.out_features // 2
         if (
@@ -193,10 +197,10 @@ class NumbaOps(TorchOps):
             0.0 if k_norm is None else k_norm.eps,
             0.0 if k_norm is None else k_norm.offset,
         )
-        return q, k, qkv[:, (query_heads + kv_heads) * size :].unflatten(1, (kv_heads, size))
+        return q, k, qkv.view(tokens, -1, size)[:, query_heads + kv_heads :]
 
     def _room(self, numbers: int) -> int:
-        """The address of scratch that no other call uses meanwhile: a part has one caller at a time."""
+        """The address of scratch: a part has one caller at a time."""
         if self._scratch.numel() < numbers:
             self._scratch = torch.empty(numbers)
         return self._scratch.data_ptr()

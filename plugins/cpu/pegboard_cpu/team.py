@@ -41,7 +41,9 @@ def address_of(name: str) -> int | None:
 
 def refusals() -> list[str]:
     """Why kernels can't run on torch's threads here; empty: they can."""
-    missing = [name for name in ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num") if address_of(name) is None]
+    missing = [
+        name for name in ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num") if address_of(name) is None
+    ]
     return [f"needs torch's OpenMP runtime to have {' and '.join(missing)}, as on Linux"] if missing else []
 
 

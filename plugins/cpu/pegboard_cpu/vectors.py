@@ -6,18 +6,24 @@ entries in the same order, in `WIDTH` partial sums that are added up alike.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import cfunc, config, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _untyped_intrinsic
 
 from .team import address_of
 
-_features: Final[Mapping[str, bool]] = llvm.get_host_cpu_features()
+#: What numba compiles for: this CPU, unless NUMBA_CPU_FEATURES says otherwise.
+_features: Final[Mapping[str, bool]] = (
+    llvm.get_host_cpu_features()
+    if config.CPU_FEATURES is None
+    else {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",")}
+)
 #: float32 numbers in a vector register.
 WIDTH: Final = 16 if _features.get("avx512f") else 8 if _features.get("avx2") else 4
 #: Features of a tile: times its rows, as many sums as fit into the registers (16 of AVX2, else 32) beside what is read.
@@ -30,6 +36,10 @@ HEAD_STEP: Final = 2 * WIDTH
 SCORES: Final = 4
 #: What sums and products may be changed into; NaN and infinities keep their meaning.
 FAST: Final = {"reassoc", "contract", "arcp", "nsz"}
+
+logger = logging.getLogger("pegboard")
+
+intrinsic: Callable[[Callable[..., Any]], Any] = _untyped_intrinsic
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, WIDTH)
@@ -51,8 +61,15 @@ def inner(*, fastmath: set[str] | None = None) -> Callable[[Any], Any]:
 
 
 def kernel(function: Any) -> Any:
-    """A C function of one address, kept on disk once it is compiled. It raises nothing."""
-    return cfunc("void(int64)", cache=True, error_model="numpy")(function)
+    """A C function of one address that raises nothing. It is kept on disk once it is compiled, where numba keeps such
+    things: beside its source, or in the user's own cache, or where NUMBA_CACHE_DIR says."""
+    try:
+        return cfunc("void(int64)", cache=True, error_model="numpy")(function)
+    except RuntimeError as error:
+        if "no locator" not in str(error):
+            raise
+        logger.info("%s is compiled anew in every process: numba finds no folder to keep it in", function.__name__)
+        return cfunc("void(int64)", error_model="numpy")(function)
 
 
 def _reader(number: Any, kind: Any) -> Any:

@@ -18,7 +18,7 @@ from pegboard_cpu import team, vectors
 #: Ops and attention against float64; prints the width of vectors and how many tests passed.
 BODY = """
 import torch
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 from pegboard.testing import AttentionSuite, OpsSuite, run_suite
 from pegboard_cpu import vectors
 from pegboard_cpu.attention import NumbaAttention
@@ -26,12 +26,14 @@ from pegboard_cpu.ops import NumbaOps
 
 class Ops(OpsSuite):
     part = NumbaOps
+    grid = "small"
 
 class Attention(AttentionSuite):
     part = NumbaAttention
     phases = ("decode",)
+    grid = "small"
 
-outcomes = run_suite(Ops, "project or rope or gated") + run_suite(Attention, "reference or sinks or window")
+outcomes = run_suite(Ops, "activation or (project and 7)") + run_suite(Attention, "reference or sinks")
 failed = [outcome for outcome in outcomes if outcome.result == "failed"]
 assert not failed, failed[0].reason
 print(vectors.WIDTH, sum(outcome.result == "passed" for outcome in outcomes))
@@ -57,14 +59,14 @@ def test_what_the_disk_gives_is_right(tmp_path: Path) -> None:
     assert len([file for file in kept if file.suffix == ".nbc"]) == 5
     assert run(BODY, NUMBA_CACHE_DIR=str(tmp_path)) == first
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb*")} == kept
-    assert int(first[1]) > 20
+    assert int(first[1]) > 10
 
 
 @pytest.mark.skipif(vectors.WIDTH != 16, reason="this CPU has no wider vectors than AVX2's")
 def test_a_cpu_with_avx2(tmp_path: Path) -> None:
     features = "+avx2,+fma,+avx,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2,+popcnt,+cx16,+lzcnt,+64bit"
     width, passed = run(BODY, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=features, NUMBA_CACHE_DIR=str(tmp_path))
-    assert (width, int(passed) > 20) == ("8", True)
+    assert (width, int(passed) > 10) == ("8", True)
 
 
 def test_a_kernel_that_cannot_be_kept_is_compiled(caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
         self._numbers = max(
             kernel.scratch_numbers(layer.query_heads // layer.kv_heads, layer.head_size) for layer in need.layers
         )
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
@@ -84,7 +84,7 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
         products = bounds.tokens * layer.query_heads * layer.head_size * reach
         threads = max(1, min(torch.get_num_threads(), products // _ENOUGH))
         if self._scratch.shape[0] < threads:
-            self._scratch = torch.empty(threads, self._numbers)
+            self._scratch = torch.empty(threads, self._numbers, dtype=torch.float32, device="cpu")
         return NumbaPlan(threads=threads, rows=rows, layer=layer)
 
     def forward(
@@ -104,7 +104,7 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
             raise PegboardError("the layer has sinks and none were given" if layer.sinks else "sinks without need")
         q = q.contiguous()
         sinks = None if sinks is None else sinks.contiguous()
-        out = torch.empty(expected)
+        out = q.new_empty(expected)
         self._attend(
             plan.threads,
             rows.bounds.rows,

@@ -36,7 +36,7 @@ class NumbaOps(TorchOps):
         self._gated = team.Kernel(row_kernels.gated, row_kernels.GATED_LAYOUT)
         self._rope_write = team.Kernel(rope_kernel.rope_write, rope_kernel.LAYOUT)
         self._batch_invariant = batch_invariant
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     @classmethod
     def refusals(cls, need: OpsNeed, options: Any) -> Sequence[str]:
@@ -57,7 +57,7 @@ class NumbaOps(TorchOps):
         others = rows if residual is None or rows is None else _rows(residual)
         if rows is None or others is None or not _plain(norm.weight):
             return super().norm(x, norm, residual)
-        out = torch.empty(x.shape)
+        out = x.new_empty(x.shape)
         count = rows.shape[0]
         self._norm(
             _threads(count * size),
@@ -79,7 +79,7 @@ class NumbaOps(TorchOps):
         if rows is None:
             return super().gated(x, activation)
         count, size = rows.shape[0], x.shape[-1] // 2
-        out = torch.empty(*x.shape[:-1], size)
+        out = x.new_empty(*x.shape[:-1], size)
         self._gated(
             _threads(4 * count * size),
             count,
@@ -123,7 +123,7 @@ class NumbaOps(TorchOps):
             or (residual is not None and residual.stride(1) != 1)
         ):
             return super().project(x, linear, norm=norm, activation=activation, residual=residual)
-        out = torch.empty(rows, features)
+        out = x.new_empty(rows, features)
         threads = _threads(weight.numel())
         normed = 0 if norm is None else threads * rows * size
         scratch = self._room(normed + (0 if activation is None else 2 * rows * features))
@@ -171,7 +171,7 @@ class NumbaOps(TorchOps):
             or not (positions.is_contiguous() and write_index.is_contiguous())
         ):
             return super().rope_write(qkv, heads, positions, rope, cache, write_index, q_norm, k_norm)
-        q, k = torch.empty(tokens, query_heads, size), torch.empty(tokens, kv_heads, size)
+        q, k = qkv.new_empty(tokens, query_heads, size), qkv.new_empty(tokens, kv_heads, size)
         self._rope_write(
             _threads(tokens * width),
             tokens,
@@ -202,7 +202,7 @@ class NumbaOps(TorchOps):
     def _room(self, numbers: int) -> int:
         """The address of scratch: a part has one caller at a time."""
         if self._scratch.numel() < numbers:
-            self._scratch = torch.empty(numbers)
+            self._scratch = torch.empty(numbers, dtype=torch.float32, device="cpu")
         return self._scratch.data_ptr()
 
 

@@ -119,8 +119,7 @@ class NumbaOps(TorchOps):
             or size % self._width
             or features < self._features
             or not (_plain(weight) and (bias is None or _plain(bias)) and (norm is None or _plain(norm.weight)))
-            or x.stride(1) != 1
-            or (residual is not None and residual.stride(1) != 1)
+            or not (_by_row(x) and (residual is None or _by_row(residual)))
         ):
             return super().project(x, linear, norm=norm, activation=activation, residual=residual)
         out = x.new_empty(rows, features)
@@ -166,9 +165,9 @@ class NumbaOps(TorchOps):
         weights = tuple(norm.weight for norm in (q_norm, k_norm) if norm is not None)
         if (
             width != (query_heads + 2 * kv_heads) * size
-            or qkv.stride(1) != 1
+            or not _by_row(qkv)
             or not all(map(_plain, (*entries, *tables, *weights)))
-            or not (positions.is_contiguous() and write_index.is_contiguous())
+            or not all(index.dtype is torch.int64 and index.is_contiguous() for index in (positions, write_index))
         ):
             return super().rope_write(qkv, heads, positions, rope, cache, write_index, q_norm, k_norm)
         q, k = qkv.new_empty(tokens, query_heads, size), qkv.new_empty(tokens, kv_heads, size)
@@ -210,11 +209,16 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_contiguous()
 
 
+def _by_row(x: Tensor) -> bool:
+    """Whether x [T, E] has rows of float32 numbers that lie side by side."""
+    return x.dtype is torch.float32 and x.stride(1) == 1
+
+
 def _rows(x: Tensor) -> Tensor | None:
-    """x [..., E] as rows whose numbers lie side by side, a view; None: they do not."""
-    if x.dim() == 2 and x.stride(1) == 1:
-        return x
-    return x.view(-1, x.shape[-1]) if x.is_contiguous() else None
+    """x [..., E] as such rows, a view; None: it is not made of them."""
+    if x.dim() == 2:
+        return x if _by_row(x) else None
+    return x.view(-1, x.shape[-1]) if _plain(x) else None
 
 
 def _threads(numbers: int) -> int:

@@ -62,7 +62,8 @@ def inner(*, fastmath: set[str] | None = None) -> Callable[[Any], Any]:
 
 def kernel(function: Any) -> Any:
     """A C function of one address that raises nothing. It is kept on disk once it is compiled, where numba keeps such
-    things: beside its source, or in the user's own cache, or where NUMBA_CACHE_DIR says."""
+    things: beside its source, or in the user's own cache, or where NUMBA_CACHE_DIR says. numba compiles anew when the
+    file of the kernel has changed, not when this one has: who edits this one deletes `__pycache__/*.nbi`."""
     try:
         return cfunc("void(int64)", cache=True, error_model="numpy")(function)
     except RuntimeError as error:

@@ -55,6 +55,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     objectives: Mapping[str, int] = {}
     #: Import names that must be present, e.g. ("triton",); a missing one is a refusal, not an error.
     requires: tuple[str, ...] = ()
+    #: The command that installs what `requires` names, for the refusal: 'pip install "pegboard[cpu]"'.
+    install: str = ""
     #: Device types that the part runs on; empty: any.
     devices: tuple[str, ...] = ()
     #: What the part recognises: architectures (model), file kinds (checkpoint), schemes (quantizer).

@@ -61,7 +61,8 @@ class Judge(msgspec.Struct, frozen=True):
             reasons.append(f"runs on {' and '.join(part.devices)}, not on {self.device_type}")
         missing = [name for name in part.requires if not _importable(name)]
         if missing:
-            reasons.append(f"needs {', '.join(missing)}, which can't be imported here: install it")
+            how = part.install or "install it"
+            reasons.append(f"needs {', '.join(missing)}, which can't be imported here: {how}")
         if self.key is not None and part.matches and self.key not in part.matches:
             reasons.append(f"recognises {', '.join(part.matches)}, not {self.key}")
         return reasons

@@ -141,6 +141,8 @@ def test_missing_dependency() -> None:
     assert decide([entry("a", requires=("json.nothing",))]).winner is None
     assert decide([entry("a", requires=("nothing_at_all.sub",))]).winner is None
     assert decide([entry("a", requires=("json.decoder.sub",))]).winner is None
+    told = decide([entry("a", requires=("not_installed_anywhere",), install="pip install it")])
+    assert reasons_of(told, "a").endswith("which can't be imported here: pip install it")
 
 
 def test_a_dependency_is_looked_for_without_importing_its_parents(install: Install) -> None:

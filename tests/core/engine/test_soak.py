@@ -428,7 +428,7 @@ def slope(values: Sequence[float]) -> float:
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    folder = tiny_model(tmp_path_factory.mktemp("soak") / "m", vocab_size=256, num_hidden_layers=2)
+    folder = tiny_model(tmp_path_factory.mktemp("soak") / "m", vocab_size=256, num_hidden_layers=2, tokenizer=False)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

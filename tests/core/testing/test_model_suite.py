@@ -244,11 +244,14 @@ class WritesTheWanted(Llama):
 BROKEN: dict[type[DecoderModel], str] = {
     OffByAPercent: "test_logits_are_those_of_the_reference",
     FreshChunks: "test_chunks_change_nothing",
-    FrozenDecode: "test_decoding_continues_a_prompt",
-    Pools: "test_rows_do_not_depend_on_neighbours",
+    FrozenDecode: "test_decoding_continues_a_prompt test_wanted_tokens_are_those_of_all",
+    Pools: "test_rows_do_not_depend_on_neighbours test_wanted_tokens_are_those_of_all",
     KeepsTheFirst: "test_wanted_tokens_are_those_of_all",
     WritesTheWanted: "test_wanted_tokens_are_those_of_all",
-    StartsOver: ("test_decoding_continues_a_prompt test_chunks_change_nothing test_rows_do_not_depend_on_neighbours"),
+    StartsOver: (
+        "test_decoding_continues_a_prompt test_chunks_change_nothing test_rows_do_not_depend_on_neighbours "
+        "test_wanted_tokens_are_those_of_all"
+    ),
     Forgiving: "test_missing_tensors_are_all_named",
     NamesOne: "test_missing_tensors_are_all_named",
     Cuts: "test_misshapen_tensors_are_named",

@@ -354,7 +354,7 @@ BROKEN: dict[type[Scheduler], str] = {
     DecodesLast: "test_decode_rows_come_first",
     Moves: "test_slots_are_held_for_life",
     NoOpening: "test_slots_are_held_for_life ...",
-    Chancy: "test_the_same_calls_give_the_same_plans test_higher_priority_goes_first",
+    Chancy: "test_the_same_calls_give_the_same_plans ...",  # what else it meets is a matter of chance
     AbortsLate: "test_aborts_at_any_moment test_many_cancels_leak_nothing",
     EndsTwice: "test_aborts_at_any_moment",
     NoDeadlines: "test_deadlines_end_what_is_late",

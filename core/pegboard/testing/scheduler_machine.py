@@ -138,7 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(launched=st.booleans())
     def fail(self, launched: bool) -> None:
-        """A step raises, at launch or when it should retire; those it touched end with an error."""
+        """A step raises, at launch or when it should retire; those it touched end with an error, but for those that an
+        earlier loss or a preemption has made start over: what flew of them was void."""
         use = self.use
         if launched and use.device.flying:
             touched, _ = use.lose()
@@ -149,8 +150,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             touched = {row.id for row in plan.rows}
             use.scheduler.fail(plan.id, "it broke")
         use.take(use.scheduler.commit(None))
-        wrong = [name for name in touched if use.reason(name) != "error"]
+        wrong = [name for name in touched if use.reason(name) not in (None, "error")]
         check(not wrong, f"{wrong} were in a lost step, and do not end with an error")
+        use.void |= {name for name in touched if use.reason(name) is None}
 
     @invariant()
     def is_whole(self) -> None:

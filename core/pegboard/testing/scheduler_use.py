@@ -62,6 +62,8 @@ class SchedulerUse:
         self._last_step = 0
         #: Steps in flight: sequence -> rows in them that choose a token.
         self._flying: list[dict[str, int]] = []
+        #: Live, and in a step that was lost: they must have started over.
+        self.void: set[str] = set()
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -231,6 +233,11 @@ class SchedulerUse:
             most = min(story.spec.max_drafts, limits.decode_width - 1)
             rule("drafts", row.drafts <= most, f"{row.id!r} has {row.drafts} drafts, at most {most} are wanted")
             rule("drafts", not row.drafts or row.query == 1 + row.drafts, f"{row.id!r} drafts beside a prompt")
+            if row.opening is not None:  # from all its tokens: what flies of it is void
+                for flight in self._flying:
+                    flight.pop(row.id, None)
+            rule("lost", row.opening is not None or row.id not in self.void, f"{row.id!r} goes on from a lost step")
+            self.void.discard(row.id)
             waits = story.spec.needs_host_token and any(flight.get(row.id) for flight in self._flying)
             rule("host", not waits, f"{row.id!r} runs before the host knows its last token")
             self._judge_slot(row, story, rule)

@@ -100,7 +100,7 @@ def ids(engine: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[i
 def plain(tiny_path: Path) -> list[Any]:
     from pegboard import Engine
 
-    with Engine(tiny_path, device="cpu") as engine:
+    with Engine(tiny_path, **USED) as engine:
         assert engine.stats().shadow == ()
         return [(o.token_ids, o.completions[0].logprobs, o.prompt_logprobs) for o in engine.generate(PROMPTS, NOISE)]
 

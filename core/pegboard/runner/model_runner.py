@@ -123,7 +123,9 @@ class ModelRunner:
         self._attending.begin(step.batch)
         prepared = perf_counter() - begin
         sampled, scored = [row for row in plan.rows if row.samples], self._scored(plan.rows)
-        last = self._last_tokens(plan.rows, step)
+        chosen, last = self._sampling(plan.rows), step.query_start[1:] - 1
+        if chosen is not None:
+            last = last[chosen]
         context = StepContext(
             batch=step.batch,
             ops=parts.ops,
@@ -134,21 +136,19 @@ class ModelRunner:
         hidden = parts.model.forward(context).hidden
         scores = [(row, self._score(hidden, row, at)) for row, at in scored]
         # A model may have left out what nobody wants
-        ids, logprobs = self._sample(plan.rows, hidden if hidden.shape[0] == last.shape[0] else hidden[last], step)
+        hidden = hidden if hidden.shape[0] == last.shape[0] else hidden[last]
+        ids, logprobs = self._sample(plan.rows, hidden, step, chosen)
         return Ticket(plan, sampled, ids, logprobs, scores, prepared)
 
-    def _last_tokens(self, rows: Sequence[RowPlan], step: Assembled) -> Tensor:
-        """[N]: the last token of each row that samples."""
-        last = step.query_start[1:] - 1
-        return last if all(row.samples for row in rows) else last[self._sampling(rows)]
-
-    def _sampling(self, rows: Sequence[RowPlan]) -> Tensor:
-        return self._state.upload([index for index, row in enumerate(rows) if row.samples], torch.int64)
+    def _sampling(self, rows: Sequence[RowPlan]) -> Tensor | None:
+        """[N]: places of the rows that sample; None: all do."""
+        chosen = [index for index, row in enumerate(rows) if row.samples]
+        return None if len(chosen) == len(rows) else self._state.upload(chosen, torch.int64)
 
     def _sample(
-        self, rows: Sequence[RowPlan], hidden: Tensor, step: Assembled
+        self, rows: Sequence[RowPlan], hidden: Tensor, step: Assembled, chosen: Tensor | None
     ) -> tuple[Tensor | None, LogprobTensors | None]:
-        """hidden [N, E] of the last tokens of the rows that sample."""
+        """hidden [N, E] of the last tokens of the rows that sample, and the places of those rows (`_sampling`)."""
         state = self._state
         ends = step.starts + step.query_start.diff()
         state.lengths.index_copy_(0, step.slots, ends)
@@ -156,9 +156,8 @@ class ModelRunner:
         if not host_slots:
             return None, None
         slots, positions = step.slots, ends
-        if len(host_slots) < len(rows):
-            index = self._sampling(rows)
-            slots, positions = slots[index], positions[index]
+        if chosen is not None:
+            slots, positions = slots[chosen], positions[chosen]
         logits = self._logits(hidden)
         output = self._parts.sampler.sample(logits, SampleRows(slots=slots, positions=positions, host_slots=host_slots))
         # A failed row (-1) must not feed itself an id that is none.

@@ -42,7 +42,9 @@ from pegboard.contracts.scheduler import Scheduler, SequenceSpec, StepPlan, Step
 from pegboard.ops import TorchOps
 from pegboard.pairing import make_groups
 from pegboard.registry.observers import Observers
-from pegboard.runner.model_runner import ModelRunner, RunnerParts
+from pegboard.runner.model_runner import ModelRunner
+from pegboard.runner.step_shape import Limits
+from pegboard.runner.stepping import RunnerParts
 from pegboard_attention.torch_backend import TorchAttention
 from pegboard_cache.options import PagedOptions
 from pegboard_cache.paged import PagedCache
@@ -136,12 +138,15 @@ def wire_by_hand(name: str, made: Assembled, model: Any, config: EngineConfig, s
         parts,
         groups=groups,
         pages=cache.pages,
-        slots=config.max_rows,
-        max_length=plan.max_length,
+        limits=Limits(
+            rows=config.max_rows,
+            step_tokens=config.max_step_tokens,
+            length=plan.max_length,
+            decode_width=needs.scheduler.decode_width,
+        ),
         page_size=config.page_size,
         device=plan.device.type,
         vocab_limit=plan.vocab_limit,
-        decode_width=needs.scheduler.decode_width,
     )
     return Arm(name, scheduler, lambda step: runner.launch(step).result(), Observers())
 

@@ -229,6 +229,9 @@ class EngineConfig(BaseModel):
         BeforeValidator(_check_run_ahead),
         WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 0, "maximum": 4}]}),
     ] = "auto"
+    #: On CUDA, replay steps of a shape that comes again as one graph, where the parts allow it; false: launch their
+    #: kernels one by one.
+    cuda_graphs: bool = True
     #: Undelivered pieces that a request may have before it is paused.
     stream_buffer: Positive = 256
     #: A request's tokens don't depend on what runs beside it, bit for bit.

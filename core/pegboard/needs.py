@@ -140,7 +140,7 @@ def derive_needs(
         sampler=SamplerNeed(
             device=device,
             vocab_size=spec.vocab_size,
-            slots=config.max_rows,
+            slots=config.max_rows + 1,  # the last one is of idle rows
             max_length=max_length,
             batch_invariant=config.batch_invariant,
         ),

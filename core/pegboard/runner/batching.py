@@ -1,74 +1,162 @@
-"""From a StepPlan's rows to the device's Batch."""
+"""From a StepPlan's rows to the device's Batch: packed on the host into one vector, unpacked on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pegboard.contracts.batch import Batch, Bounds, Rows
 from pegboard.contracts.scheduler import RowPlan
 
 from .device_state import DeviceState
+from .step_shape import Limits, StepShape
 
 
-def _bounds(rows: Sequence[RowPlan]) -> Bounds:
-    queries = [row.query for row in rows]
-    return Bounds(
-        rows=len(rows),
-        tokens=sum(queries),
-        max_query=max(queries),
-        min_query=min(queries),
-        max_kv=max(row.start + row.query for row in rows),
-    )
+def _sections(shape: StepShape) -> dict[str, int]:
+    """What the host tells the device, and how many numbers of each. By row its slot, the tokens by which it grows, and
+    where it starts; by token its slot, position and id; by choice the token that it follows, and its slot.
+
+    -1 stands for what the device knows by slot; position -1 - i for the i-th after that."""
+    rows, tokens = shape.rows, shape.tokens
+    told = {"slots": rows, "advance": rows}
+    if shape.chain:
+        return told if shape.known == "none" else told | {"starts": rows, "ids": rows}
+    told |= {"starts": rows, "query_start": rows + 1, "token_slots": tokens, "positions": tokens, "ids": tokens}
+    return told | {"last": shape.samples, "sample_slots": shape.samples}
+
+
+def most_packed(limits: Limits) -> int:
+    """Numbers that `pack` gives at most."""
+    rows, tokens = 2 * limits.rows, limits.rows * limits.decode_width + limits.step_tokens
+    return 4 * rows + 1 + 3 * tokens + 2 * limits.rows
+
+
+def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int) -> NDArray[numpy.int64]:
+    """The sections one after another. The first `decode_rows` rows are decode rows; what is idle has the slot `idle`,
+    and does not grow."""
+    told = _sections(shape)
+    packed = numpy.full(sum(told.values()), -1, dtype=numpy.int64)
+    parts = dict(zip(told, numpy.split(packed, numpy.cumsum(list(told.values()))[:-1]), strict=True))
+    padded = 0 if shape.decode is None else shape.decode.rows
+    places = [*range(decode_rows), *range(padded, padded + len(rows) - decode_rows)]
+    parts["slots"][:] = idle
+    parts["slots"][places] = [row.slot for row in rows]
+    parts["advance"][:] = 0
+    parts["advance"][places] = [row.query for row in rows]
+    if "starts" in parts:
+        parts["starts"][places] = [row.start if row.tokens else -1 for row in rows]
+    if not shape.chain:
+        _pack_tokens(rows, places, padded, idle, parts)
+    elif "ids" in parts:
+        parts["ids"][: len(rows)] = [row.tokens[0] if row.tokens else -1 for row in rows]
+    return packed
+
+
+def _pack_tokens(
+    rows: Sequence[RowPlan], places: Sequence[int], padded: int, idle: int, parts: dict[str, NDArray[numpy.int64]]
+) -> None:
+    counts = numpy.zeros(len(parts["slots"]), dtype=numpy.int64)
+    counts[:padded] = 1  # an idle decode row has a token, as its neighbours have
+    counts[places] = [row.query for row in rows]
+    parts["query_start"][0] = 0
+    parts["query_start"][1:] = numpy.cumsum(counts)
+    first = parts["query_start"][places].tolist()
+    parts["token_slots"][:] = parts["sample_slots"][:] = idle
+    for row, at in zip(rows, first, strict=True):
+        inside = numpy.arange(row.query)
+        parts["token_slots"][at : at + row.query] = row.slot
+        parts["positions"][at : at + row.query] = row.start + inside if row.tokens else -1 - inside
+        parts["ids"][at : at + len(row.tokens)] = row.tokens
+    chosen = [(at + row.query - 1, row.slot) for row, at in zip(rows, first, strict=True) if row.samples]
+    parts["last"][:] = chosen[-1][0] if chosen else 0
+    if chosen:
+        parts["last"][: len(chosen)], parts["sample_slots"][: len(chosen)] = zip(*chosen, strict=True)
 
 
 class Assembled:
-    """A Batch, and the device tensors that the rest of the step needs: slots [R], starts [R], query_start [R+1]."""
+    """A Batch, and what the rest of the step needs: slots and ends [R]; outputs [S], the tokens that choices follow,
+    None: every one; sample_slots and sample_positions [S]."""
 
-    def __init__(self, batch: Batch, slots: Tensor, starts: Tensor, query_start: Tensor) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        *,
+        slots: Tensor,
+        ends: Tensor,
+        outputs: Tensor | None,
+        sample_slots: Tensor,
+        sample_positions: Tensor,
+    ) -> None:
         self.batch = batch
-        self.slots = slots
-        self.starts = starts
-        self.query_start = query_start
+        self.slots, self.ends = slots, ends
+        self.outputs, self.sample_slots, self.sample_positions = outputs, sample_slots, sample_positions
 
 
-def assemble(rows: Sequence[RowPlan], state: DeviceState, decode_width: int) -> Assembled:
-    """Rows with at most `decode_width` queries must come first."""
-    decode_rows = 0
-    while decode_rows < len(rows) and rows[decode_rows].query <= decode_width:
-        decode_rows += 1
-    bounds = _bounds(rows)
-    counts = [row.query for row in rows]
-    slots = state.upload([row.slot for row in rows], torch.int64)
-    query = state.upload(counts, torch.int64)
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    query_start = state.upload(offsets, torch.int64)
-    row_of = torch.repeat_interleave(query, output_size=bounds.tokens)
-    inside = torch.arange(bounds.tokens, device=state.device) - query_start[row_of]
+def unpack(vector: Tensor, shape: StepShape, state: DeviceState) -> Assembled:
+    """vector: as `pack` made it, on the device. What is launched depends on the shape alone."""
+    told = _sections(shape)
+    parts = dict(zip(told, torch.split(vector, list(told.values())), strict=True))
+    slots, token_slots = parts["slots"], parts.get("token_slots", parts["slots"])
+    starts, ids, positions = _places(parts, slots, token_slots, shape, state)
+    ends = starts + parts["advance"]
+    last = parts.get("last")
+    return Assembled(
+        _batch(shape, state, ids, positions, ends, slots, token_slots, parts.get("query_start")),
+        slots=slots,
+        ends=ends,
+        outputs=last,
+        sample_slots=parts.get("sample_slots", slots),
+        sample_positions=(positions if last is None else positions[last]) + 1,
+    )
 
-    # Rows whose input the host doesn't know start where the device says.
-    known = [row.start if row.tokens else -1 for row in rows]
-    starts = state.upload(known, torch.int64)
-    fed = not all(row.tokens for row in rows)
-    if fed:
+
+def _places(
+    parts: dict[str, Tensor], slots: Tensor, token_slots: Tensor, shape: StepShape, state: DeviceState
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where rows start [R], ids and positions of the tokens [T]: told, or what the device knows."""
+    if shape.chain and shape.known == "none":
+        starts = state.lengths[slots]
+        return starts, state.last_ids[slots], starts
+    starts, ids = parts["starts"], parts["ids"]
+    if shape.known != "all":
         starts = torch.where(starts < 0, state.lengths[slots], starts)
-    ids = state.upload([t for row in rows for t in (*row.tokens, *(-1,) * (row.query - len(row.tokens)))], torch.int64)
-    if fed:
-        ids = torch.where(ids < 0, state.last_ids[slots][row_of], ids)
+        ids = torch.where(ids < 0, state.last_ids[token_slots], ids)
+    if shape.chain:
+        return starts, ids, starts
+    positions = parts["positions"]
+    if shape.known != "all":
+        positions = torch.where(positions < 0, state.lengths[token_slots] - 1 - positions, positions)
+    return starts, ids, positions
 
-    positions = starts[row_of] + inside
-    token_slots = slots[row_of]
-    size = state.page_size
+
+def _batch(
+    shape: StepShape,
+    state: DeviceState,
+    ids: Tensor,
+    positions: Tensor,
+    ends: Tensor,
+    slots: Tensor,
+    token_slots: Tensor,
+    query_start: Tensor | None,
+) -> Batch:
+    size, decode_rows = state.page_size, 0 if shape.decode is None else shape.decode.rows
     write_index: list[Tensor] = []
     state_page: list[Tensor | None] = []
     decode: list[Rows] = []
     prefill: list[Rows] = []
-    decode_tokens = offsets[decode_rows]
-    phases = ((decode, 0, decode_rows, 0), (prefill, decode_rows, len(rows), decode_tokens))
+    if query_start is None:
+        decode_starts = prefill_starts = state.counting[: shape.rows + 1]
+    else:
+        decode_starts = query_start[: decode_rows + 1].to(torch.int32)
+        prefill_starts = (query_start[decode_rows:] - shape.decode_tokens).to(torch.int32)
+    phases = (
+        (decode, shape.decode, slice(0, decode_rows), decode_starts),
+        (prefill, shape.prefill, slice(decode_rows, shape.rows), prefill_starts),
+    )
     for group, table, dropped in zip(state.groups, state.tables, state.dropped, strict=True):
         stateful, width = group.kind == "state", table.shape[1]
         state_page.append(table[slots, 0].long() if stateful else None)
@@ -76,30 +164,31 @@ def assemble(rows: Sequence[RowPlan], state: DeviceState, decode_width: int) -> 
             write_index.append(table[token_slots, 0].long())
         else:
             entries = positions - dropped[token_slots]
-            write_index.append(table.view(-1)[token_slots * width + entries // size].long() * size + entries % size)
-        kv_len = (starts + query - dropped[slots]).to(torch.int32)
-        for phase, first, last, token in phases:
-            if first < last:
-                own = _bounds(rows[first:last])
+            page = table.view(-1)[token_slots * width + entries // size].long()
+            write_index.append(page * size + entries % size)
+        kv_len = (ends - dropped[slots]).to(torch.int32)
+        for phase, own, where, starts in phases:
+            if own is not None:
                 pages = width if stateful else min(-(-own.max_kv // size), width)
-                phase.append(
-                    Rows(
-                        query_start=(query_start[first : last + 1] - token).to(torch.int32),
-                        kv_len=kv_len[first:last],
-                        page_table=table[slots[first:last], :pages],
-                        row_slot=slots[first:last],
-                        ancestors=None,
-                        bounds=own,
-                    )
-                )
-    batch = Batch(
+                phase.append(_rows(own, slots[where], kv_len[where], starts, table, pages))
+    return Batch(
         ids=ids,
         positions=positions,
         write_index=tuple(write_index),
         state_page=tuple(state_page),
         decode=tuple(decode) or None,
         prefill=tuple(prefill) or None,
-        decode_tokens=decode_tokens,
+        decode_tokens=shape.decode_tokens,
+        bounds=shape.bounds,
+    )
+
+
+def _rows(bounds: Bounds, slots: Tensor, kv_len: Tensor, starts: Tensor, table: Tensor, pages: int) -> Rows:
+    return Rows(
+        query_start=starts,
+        kv_len=kv_len,
+        page_table=table[slots, :pages],
+        row_slot=slots,
+        ancestors=None,
         bounds=bounds,
     )
-    return Assembled(batch, slots, starts, query_start)

@@ -15,7 +15,9 @@ from pegboard.contracts.scheduler import SlotPages
 
 
 class DeviceState:
-    """Tables [slots, P] int32 a group; dropped [slots] a group; lengths and last_ids [slots] int64."""
+    """Tables [slots + 1, P] int32 a group; dropped [slots + 1] a group; lengths and last_ids [slots + 1] int64.
+
+    The last slot, `idle`, is of rows that only fill a step up: it stays empty, and its pages are the null page."""
 
     def __init__(
         self,
@@ -28,19 +30,22 @@ class DeviceState:
     ) -> None:
         self.page_size = page_size
         self.groups = tuple(groups)
+        self.idle = slots
         pages = -(-max_length // page_size)
         self.device = torch.device(device)
         # A recurrent state has one page, and one more for each draft of a verify step.
         widths = [decode_width if group.kind == "state" else pages for group in groups]
-        self.tables = [torch.zeros(slots, width, dtype=torch.int32, device=device) for width in widths]
+        self.tables = [torch.zeros(slots + 1, width, dtype=torch.int32, device=device) for width in widths]
         #: Entries that the cache manager dropped: entry = position - dropped.
-        self.dropped = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in groups]
+        self.dropped = [torch.zeros(slots + 1, dtype=torch.int64, device=device) for _ in groups]
         #: True number of tokens whose K/V is written.
-        self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.last_ids = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.last_ids = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        #: 0, 1, 2, ...: where each row's query starts when each has one.
+        self.counting = torch.arange(slots + 2, dtype=torch.int32, device=device)
 
     def apply(self, updates: Sequence[SlotPages]) -> None:
-        """Write the page ids that changed; one scatter a group."""
+        """Write the page ids that changed; one upload and two scatters a group."""
         for group, table in enumerate(self.tables):
             ours = [u for u in updates if u.group == group]
             if not ours:
@@ -49,8 +54,7 @@ class DeviceState:
             # A later update of the same place wins; a scatter with duplicates would leave that open.
             pages = {u.slot * width + u.start + i: page for u in ours for i, page in enumerate(u.pages)}
             dropped = {u.slot: u.dropped for u in ours}
-            _scatter(self, table.view(-1), pages)
-            _scatter(self, self.dropped[group], dropped)
+            self._scatter((table.view(-1), pages), (self.dropped[group], dropped))
 
     def upload(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host list as a device tensor, without waiting for the device."""
@@ -59,7 +63,15 @@ class DeviceState:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
+    def _scatter(self, *writes: tuple[Tensor, Mapping[int, int]]) -> None:
+        numbers = [n for _, values in writes for part in (values.keys(), values.values()) for n in part]
+        uploaded, at = self.upload(numbers, torch.int64), 0
+        for target, values in writes:
+            index, found = uploaded[at : at + len(values)], uploaded[at + len(values) : at + 2 * len(values)]
+            target.index_copy_(0, index, found.to(target.dtype))
+            at += 2 * len(values)
 
-def _scatter(state: DeviceState, target: Tensor, values: Mapping[int, int]) -> None:
-    index = state.upload(list(values), torch.int64)
-    target.index_copy_(0, index, state.upload(list(values.values()), target.dtype))
+    @property
+    def nbytes(self) -> int:
+        tensors = [*self.tables, *self.dropped, self.lengths, self.last_ids, self.counting]
+        return sum(tensor.nbytes for tensor in tensors)

@@ -17,7 +17,9 @@ from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
 
 from .loading import load_apart
-from .model_runner import ModelRunner, RunnerParts
+from .model_runner import ModelRunner
+from .step_shape import Limits
+from .stepping import RunnerParts
 
 if TYPE_CHECKING:
     from pegboard.assembly import AssemblyPlan, Selection, Survey
@@ -62,6 +64,8 @@ class LocalExecutor(Executor):
         self._unused_tensors = unused_tensors
         self._device = device
         self._threads = threads
+        #: Steps have a stream of their own: the default one can't be recorded, and other engines use it.
+        self._stream = None if device == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._tickets: deque[Launched] = deque()
 
     @classmethod
@@ -118,16 +122,23 @@ class LocalExecutor(Executor):
             parts,
             groups=made.groups,
             pages=made.pages,
-            slots=survey.config.max_rows,
-            max_length=made.max_length,
+            limits=Limits(
+                rows=survey.config.max_rows,
+                step_tokens=survey.config.max_step_tokens,
+                length=made.max_length,
+                decode_width=needs.scheduler.decode_width,
+            ),
             page_size=survey.config.page_size,
             device=device,
             vocab_limit=made.vocab_limit,
-            decode_width=needs.scheduler.decode_width,
+            padded=device != "cpu",
+            recorded=device != "cpu" and survey.config.cuda_graphs,
         )
         made_runner = cls._watched(runner, survey)
         # Weights may be views of the mapped file: the mapping lives as long as they do.
         survey.checkpoint.close()
+        if device != "cpu":
+            torch.cuda.synchronize(device)  # steps run in another stream than this thread's
         return cls(made_runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
 
     @classmethod
@@ -177,7 +188,7 @@ class LocalExecutor(Executor):
         if self._device == "cpu":
             yield
             return
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
                 yield
             except Exception as error:

@@ -6,48 +6,28 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from pegboard.contracts.attention import AttentionBackend, LayerCache
+from pegboard.contracts.attention import LayerCache
 from pegboard.contracts.cache import CacheGroup, EntryMove, PageCopy
-from pegboard.contracts.model import DecoderModel, ModelSpec, StepContext
-from pegboard.contracts.ops import Ops
-from pegboard.contracts.sampler import LogprobTensors, Sampler, SampleRows
+from pegboard.contracts.sampler import LogprobTensors, SamplingParams, SlotOpening
 from pegboard.contracts.scheduler import RowPlan, StepPlan
 from pegboard.dtypes import torch_dtype
 
 from .attending import Attending, Phase
-from .batching import Assembled, assemble
+from .batching import most_packed, pack
 from .device_state import DeviceState
+from .recording import Recordings
+from .step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
+from .stepping import Chosen, Computed, RunnerParts, Stepping
 from .tickets import Ticket
+from .uploading import Uploads
 
 #: Rows of [rows, V] logits that prompt scoring holds at a time.
 _SCORE_ROWS = 256
-
-
-class RunnerParts:
-    """The parts that a runner calls, already created for one device."""
-
-    def __init__(
-        self,
-        *,
-        model: DecoderModel,
-        spec: ModelSpec,
-        ops: Ops,
-        prefill: AttentionBackend[Any],
-        decode: AttentionBackend[Any],
-        sampler: Sampler,
-    ) -> None:
-        self.model, self.spec, self.ops = model, spec, ops
-        self.prefill, self.decode, self.sampler = prefill, decode, sampler
-
-    def replace(self, **parts: Any) -> RunnerParts:
-        """The same with other parts."""
-        return RunnerParts(**(vars(self) | parts))
 
 
 def allocate_caches(
@@ -74,7 +54,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
 
 class ModelRunner:
-    """`vocab_limit`: ids from here on are padding of the head and are never chosen."""
+    """`vocab_limit`: ids from here on are padding of the head and are never chosen.
+
+    `padded`: steps of parts that are all capturable are filled up to shapes that come again. `recorded`: such steps are
+    replayed as CUDA graphs; else they launch the same kernels one by one."""
 
     def __init__(
         self,
@@ -82,116 +65,113 @@ class ModelRunner:
         *,
         groups: Sequence[CacheGroup],
         pages: Sequence[int],
-        slots: int,
-        max_length: int,
+        limits: Limits,
         page_size: int,
         device: str,
         vocab_limit: int,
-        decode_width: int,
+        padded: bool = False,
+        recorded: bool = False,
     ) -> None:
-        self._parts = parts
-        self._vocab_limit = vocab_limit
-        self._decode_width = decode_width
-        self._state = DeviceState(groups, slots, max_length, page_size, decode_width, device)
+        self._limits, self._vocab_limit = limits, vocab_limit
+        self._state = DeviceState(groups, limits.rows, limits.length, page_size, limits.decode_width, device)
+        self._uploads = Uploads(self._state.device, most_packed(limits))
         self.device = device
         #: One a layer.
         self.caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
-        self._attending = Attending(
-            Phase(parts.prefill, device), Phase(parts.decode, device), parts.spec.layers, self.caches
-        )
+        self._padded = padded
+        self._recordings: Recordings[tuple[Computed, Chosen]] | None = None
+        if recorded:
+            self._recordings = Recordings()
+        self._use(parts)
 
-    def with_parts(self, parts: RunnerParts) -> ModelRunner:
-        """Another runner on the same state and caches, for steps that other parts run."""
-        other = copy.copy(self)
-        other._parts = parts
-        other._attending = Attending(
+    def _use(self, parts: RunnerParts) -> None:
+        self._parts = parts
+        self._attending = Attending(
             Phase(parts.prefill, self.device), Phase(parts.decode, self.device), parts.spec.layers, self.caches
         )
+        self._stepping = Stepping(parts, self._state, self._attending, self.caches, self._vocab_limit)
+        if self._padded:
+            parts.sampler.open([self._idle_opening()])
+
+    def _idle_opening(self) -> SlotOpening:
+        greedy = SamplingParams(temperature=0.0)
+        return SlotOpening(slot=self._state.idle, sampling=greedy, seed=0, prompt=(), max_length=self._limits.length)
+
+    def with_parts(self, parts: RunnerParts) -> ModelRunner:
+        """Another runner on the same state and caches, for steps that other parts run, kernel by kernel."""
+        other = copy.copy(self)
+        other._recordings, other._padded = None, False
+        other._use(parts)
         return other
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
         """Copies, tables, openings, then the rows. On CPU the work is done when this returns."""
-        parts, state = self._parts, self._state
         self._move_cache(plan)
         begin = perf_counter()
-        state.apply(plan.tables)
+        self._state.apply(plan.tables)
         openings = [row.opening for row in plan.rows if row.opening is not None]
         if openings:
-            parts.sampler.open(openings)
-        step = assemble(plan.rows, state, self._decode_width)
-        self._attending.begin(step.batch)
+            self._parts.sampler.open(openings)
+        shape, padded = self._shape(plan.rows)
+        decode_rows = split_rows(plan.rows, self._limits.decode_width)
+        vector = self._uploads.send(pack(plan.rows, decode_rows, shape, self._state.idle))
         prepared = perf_counter() - begin
-        sampled, scored = [row for row in plan.rows if row.samples], self._scored(plan.rows)
-        chosen, last = self._sampling(plan.rows), step.query_start[1:] - 1
-        if chosen is not None:
-            last = last[chosen]
-        context = StepContext(
-            batch=step.batch,
-            ops=parts.ops,
-            caches=self.caches,
-            attend=self._attending,
-            outputs=None if scored or last.shape[0] == step.batch.bounds.tokens else last,
+        sampled = [row for row in plan.rows if row.samples]
+        computed, chosen = self._run(shape, padded, vector, tuple(row.slot for row in sampled))
+        scores = [] if computed.hidden is None else self._scores(plan.rows, computed.hidden)
+        return Ticket(plan, sampled, chosen.ids, chosen.logprobs, scores, prepared)
+
+    def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
+        """And whether it is a padded one."""
+        exact = exact_shape(rows, self._limits)
+        if not self._padded or not self._capturable(exact):
+            return exact, False
+        shape = padded_shape(exact, self._limits)
+        return (exact, False) if shape is None else (shape, True)
+
+    def _capturable(self, shape: StepShape) -> bool:
+        parts = self._parts
+        return (
+            parts.ops.capturable
+            and (shape.decode is None or parts.decode.capturable)
+            and (shape.prefill is None or parts.prefill.capturable)
         )
-        hidden = parts.model.forward(context).hidden
-        scores = [(row, self._score(hidden, row, at)) for row, at in scored]
-        # A model may have left out what nobody wants
-        hidden = hidden if hidden.shape[0] == last.shape[0] else hidden[last]
-        ids, logprobs = self._sample(plan.rows, hidden, step, chosen)
-        return Ticket(plan, sampled, ids, logprobs, scores, prepared)
 
-    def _sampling(self, rows: Sequence[RowPlan]) -> Tensor | None:
-        """[N]: places of the rows that sample; None: all do."""
-        chosen = [index for index, row in enumerate(rows) if row.samples]
-        return None if len(chosen) == len(rows) else self._state.upload(chosen, torch.int64)
+    def _run(
+        self, shape: StepShape, padded: bool, vector: Tensor, host_slots: tuple[int, ...]
+    ) -> tuple[Computed, Chosen]:
+        stepping, sampler = self._stepping, self._parts.sampler
+        recordings = self._recordings if padded else None
+        if recordings is None:
+            computed = stepping.compute(shape, vector)
+            return computed, stepping.choose(computed, self._filled(shape, padded, host_slots))
+        if not sampler.capturable:
+            computed, _ = recordings.run(shape, lambda: (stepping.compute(shape, vector), Chosen(None, None)))
+            return computed, stepping.choose(computed, host_slots)
+        every = self._filled(shape, padded, host_slots)
 
-    def _sample(
-        self, rows: Sequence[RowPlan], hidden: Tensor, step: Assembled, chosen: Tensor | None
-    ) -> tuple[Tensor | None, LogprobTensors | None]:
-        """hidden [N, E] of the last tokens of the rows that sample, and the places of those rows (`_sampling`)."""
-        state = self._state
-        ends = step.starts + step.query_start.diff()
-        state.lengths.index_copy_(0, step.slots, ends)
-        host_slots = tuple(row.slot for row in rows if row.samples)
-        if not host_slots:
-            return None, None
-        slots, positions = step.slots, ends
-        if chosen is not None:
-            slots, positions = slots[chosen], positions[chosen]
-        logits = self._logits(hidden)
-        output = self._parts.sampler.sample(logits, SampleRows(slots=slots, positions=positions, host_slots=host_slots))
-        # A failed row (-1) must not feed itself an id that is none.
-        state.last_ids.index_copy_(0, slots, output.ids.clamp(min=0))
-        return output.ids, output.logprobs
+        def work() -> tuple[Computed, Chosen]:
+            computed = stepping.compute(shape, vector)
+            return computed, stepping.choose(computed, every)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self._parts.model.logits(hidden, self._parts.ops)
-        if self._vocab_limit < logits.shape[1]:
-            logits[:, self._vocab_limit :] = float("-inf")
-        return logits
+        return recordings.run((shape, sampler.features(every)), work)
 
-    @staticmethod
-    def _scored(rows: Sequence[RowPlan]) -> list[tuple[RowPlan, int]]:
-        """Rows whose prompt tokens are scored, with their first token's place in the batch."""
+    def _filled(self, shape: StepShape, padded: bool, host_slots: tuple[int, ...]) -> tuple[int, ...]:
+        """With the idle slot for choices that nobody asked for, where the sampler makes them too."""
+        if not padded or not self._parts.sampler.capturable:
+            return host_slots
+        return host_slots + (self._state.idle,) * (shape.samples - len(host_slots))
+
+    def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:
+        """Of the rows whose prompt tokens are scored."""
         found, at = [], 0
         for row in rows:
             if row.targets:
-                found.append((row, at))
+                own = hidden[at : at + row.query]
+                found.append((row, self._stepping.score(own, row.targets, row.top_targets, _SCORE_ROWS)))
             at += row.query
         return found
-
-    def _score(self, hidden: Tensor, row: RowPlan, at: int) -> LogprobTensors:
-        targets = self._state.upload([max(t, 0) for t in row.targets], torch.int64)
-        pieces = []
-        for first in range(0, row.query, _SCORE_ROWS):
-            part = slice(first, min(first + _SCORE_ROWS, row.query))
-            logits = self._logits(hidden[at + part.start : at + part.stop])
-            pieces.append(self._parts.sampler.score(logits, targets[part], row.top_targets))
-        return LogprobTensors(
-            chosen=torch.cat([p.chosen for p in pieces]),
-            top_ids=torch.cat([p.top_ids for p in pieces]),
-            top_values=torch.cat([p.top_values for p in pieces]),
-        )
 
     def _move_cache(self, plan: StepPlan) -> None:
         ops = self._parts.ops
@@ -220,9 +200,7 @@ class ModelRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        state = self._state
-        tensors = [*state.tables, *state.dropped, state.lengths, state.last_ids]
-        return sum(t.nbytes for t in tensors) + self._attending.workspace_bytes
+        return self._state.nbytes + self._uploads.nbytes + self._attending.workspace_bytes
 
 
 def _independent(copies: Sequence[PageCopy]) -> Iterator[list[PageCopy]]:

@@ -56,13 +56,13 @@ class Ticket:
         scores: Sequence[tuple[RowPlan, LogprobTensors]],
         host_seconds: float,
     ) -> None:
-        """`host_seconds`: spent on building the batch."""
+        """ids and logprobs may have more entries, of idle rows. `host_seconds`: spent on building the batch."""
         self.plan = plan
         self._host_seconds = host_seconds
         self._sampled = sampled
         self._scored = [row for row, _ in scores]
-        self._ids = HostCopy([] if ids is None else [ids])
-        self._logprobs = HostCopy(_parts(logprobs))
+        self._ids = HostCopy([] if ids is None else [ids[: len(sampled)]])
+        self._logprobs = HostCopy([part[: len(sampled)] for part in _parts(logprobs)])
         self._scores = [HostCopy(_parts(tensors)) for _, tensors in scores]
 
     def result(self) -> StepResult:

@@ -10,7 +10,8 @@ from pegboard.contracts.attention import AttentionBackend
 from pegboard.contracts.ops import Ops
 from pegboard.contracts.sampler import Sampler
 from pegboard.contracts.scheduler import StepPlan, StepResult
-from pegboard.runner.model_runner import ModelRunner, RunnerParts
+from pegboard.runner.model_runner import ModelRunner
+from pegboard.runner.stepping import RunnerParts
 from pegboard.runner.tickets import Ticket
 
 from .attention import BesideAttention

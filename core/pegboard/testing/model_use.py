@@ -23,9 +23,10 @@ from pegboard.ops import TorchOps
 from pegboard.pairing import make_groups
 from pegboard.registry.registry import Registry
 from pegboard.runner.attending import Attending, Phase
-from pegboard.runner.batching import assemble
+from pegboard.runner.batching import pack, unpack
 from pegboard.runner.device_state import DeviceState
 from pegboard.runner.model_runner import allocate_caches
+from pegboard.runner.step_shape import Limits, exact_shape, split_rows
 
 from .conformance import Candidate
 
@@ -196,7 +197,10 @@ class ModelUse:
             RowPlan(id=str(slot), slot=slot, query=len(tokens), start=start, tokens=tuple(tokens))
             for slot, tokens, start in rows
         ]
-        step = assemble(plans, self._state, 1)
+        limits = Limits(rows=SLOTS, step_tokens=SLOTS * self.max_length, length=self.max_length, decode_width=1)
+        shape = exact_shape(plans, limits)
+        packed = pack(plans, split_rows(plans, 1), shape, self._state.idle)
+        step = unpack(torch.from_numpy(packed).to(self.device), shape, self._state)
         self._attending.begin(step.batch)
         wanted = None if outputs is None else torch.tensor(outputs, dtype=torch.int64, device=self.device)
         return StepContext(batch=step.batch, ops=self.ops, caches=self._caches, attend=self._attending, outputs=wanted)

@@ -1,0 +1,126 @@
+"""What the device does in a step of one shape, from the host's vector to the chosen ids. It can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pegboard.contracts.attention import AttentionBackend, LayerCache
+from pegboard.contracts.model import DecoderModel, ModelSpec, StepContext
+from pegboard.contracts.ops import Ops
+from pegboard.contracts.sampler import LogprobTensors, Sampler, SampleRows
+
+from .attending import Attending
+from .batching import unpack
+from .device_state import DeviceState
+from .step_shape import StepShape
+
+
+class RunnerParts:
+    """The parts that a runner calls, already created for one device."""
+
+    def __init__(
+        self,
+        *,
+        model: DecoderModel,
+        spec: ModelSpec,
+        ops: Ops,
+        prefill: AttentionBackend[Any],
+        decode: AttentionBackend[Any],
+        sampler: Sampler,
+    ) -> None:
+        self.model, self.spec, self.ops = model, spec, ops
+        self.prefill, self.decode, self.sampler = prefill, decode, sampler
+
+    def replace(self, **parts: Any) -> RunnerParts:
+        """The same with other parts."""
+        return RunnerParts(**(vars(self) | parts))
+
+
+class Computed(msgspec.Struct, frozen=True):
+    """What the model gives: hidden [T, E] where prompts are scored, and for the S choices of the step logits [S, V],
+    slots and positions [S]; logits None: nothing is chosen."""
+
+    hidden: Tensor | None
+    logits: Tensor | None
+    slots: Tensor
+    positions: Tensor
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """ids [S] int64; None: nothing was chosen."""
+
+    ids: Tensor | None
+    logprobs: LogprobTensors | None
+
+
+class Stepping:
+    """The model and the sampler on one device's state. `vocab_limit`: ids from here on are padding of the head and are
+    never chosen."""
+
+    def __init__(
+        self,
+        parts: RunnerParts,
+        state: DeviceState,
+        attending: Attending,
+        caches: tuple[LayerCache, ...],
+        vocab_limit: int,
+    ) -> None:
+        self._parts, self._state, self._attending, self._caches = parts, state, attending, caches
+        self._vocab_limit = vocab_limit
+
+    def compute(self, shape: StepShape, vector: Tensor) -> Computed:
+        """Attention, layers and head; rows are as long as they grow afterwards."""
+        parts, state = self._parts, self._state
+        step = unpack(vector, shape, state)
+        self._attending.begin(step.batch)
+        outputs = None if shape.scores else step.outputs
+        context = StepContext(
+            batch=step.batch, ops=parts.ops, caches=self._caches, attend=self._attending, outputs=outputs
+        )
+        hidden = parts.model.forward(context).hidden
+        state.lengths.index_copy_(0, step.slots, step.ends)
+        logits = None
+        if shape.samples:
+            # A model may have left out what nobody wants
+            wanted = step.outputs is not None and hidden.shape[0] != shape.samples
+            logits = self.logits(hidden[step.outputs] if wanted else hidden)
+        return Computed(hidden if shape.scores else None, logits, step.sample_slots, step.sample_positions)
+
+    def choose(self, computed: Computed, host_slots: tuple[int, ...]) -> Chosen:
+        """For the first choices of `computed`, whose slots are `host_slots`."""
+        count, logits = len(host_slots), computed.logits
+        if logits is None or not count:
+            return Chosen(None, None)
+        slots, positions = computed.slots, computed.positions
+        if count < logits.shape[0]:
+            logits, slots, positions = logits[:count], slots[:count], positions[:count]
+        rows = SampleRows(slots=slots, positions=positions, host_slots=host_slots)
+        output = self._parts.sampler.sample(logits, rows)
+        # A failed row (-1) must not feed itself an id that is none.
+        self._state.last_ids.index_copy_(0, slots, output.ids.clamp(min=0))
+        return Chosen(output.ids, output.logprobs)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> [N, V]"""
+        logits = self._parts.model.logits(hidden, self._parts.ops)
+        if self._vocab_limit < logits.shape[1]:
+            logits[:, self._vocab_limit :] = float("-inf")
+        return logits
+
+    def score(self, hidden: Tensor, targets: Sequence[int], top: int, rows: int) -> LogprobTensors:
+        """Of `targets`, the ids after the tokens of hidden [N, E]; `rows`: of logits that are held at a time."""
+        wanted = self._state.upload([max(t, 0) for t in targets], torch.int64)
+        pieces = []
+        for first in range(0, len(targets), rows):
+            logits = self.logits(hidden[first : first + rows])
+            pieces.append(self._parts.sampler.score(logits, wanted[first : first + rows], top))
+        return LogprobTensors(
+            chosen=torch.cat([p.chosen for p in pieces]),
+            top_ids=torch.cat([p.top_ids for p in pieces]),
+            top_values=torch.cat([p.top_values for p in pieces]),
+        )

@@ -131,7 +131,7 @@ class LocalExecutor(Executor):
             page_size=survey.config.page_size,
             device=device,
             vocab_limit=made.vocab_limit,
-            padded=device != "cpu",
+            padded=cls.pads(device),
             recorded=device != "cpu" and survey.config.cuda_graphs,
         )
         made_runner = cls._watched(runner, survey)
@@ -140,6 +140,11 @@ class LocalExecutor(Executor):
         if device != "cpu":
             torch.cuda.synchronize(device)  # steps run in another stream than this thread's
         return cls(made_runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
+
+    @classmethod
+    def pads(cls, device: str) -> bool:
+        """Whether steps are filled up to shapes that come again."""
+        return device != "cpu"
 
     @classmethod
     def _quantizer(cls, selection: Selection, needs: Needs) -> Quantizer:

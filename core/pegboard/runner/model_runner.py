@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 import numpy
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from pegboard.contracts.attention import LayerCache
 from pegboard.contracts.cache import CacheGroup, EntryMove, PageCopy
-from pegboard.contracts.sampler import LogprobTensors, SamplingParams, SlotOpening
+from pegboard.contracts.sampler import LogprobTensors
 from pegboard.contracts.scheduler import RowPlan, StepPlan
 from pegboard.dtypes import torch_dtype
 
 from .attending import Attending, Phase
 from .batching import most_packed, pack
 from .device_state import DeviceState
-from .recording import Recordings
+from .recording import Recordings, ResultT
 from .step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
 from .stepping import Chosen, Computed, RunnerParts, Stepping
 from .tickets import Ticket
@@ -79,9 +79,7 @@ class ModelRunner:
         #: One a layer.
         self.caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
         self._padded = padded
-        self._recordings: Recordings[tuple[Computed, Chosen]] | None = None
-        if recorded:
-            self._recordings = Recordings()
+        self._recordings = Recordings() if recorded else None
         self._use(parts)
 
     def _use(self, parts: RunnerParts) -> None:
@@ -90,12 +88,6 @@ class ModelRunner:
             Phase(parts.prefill, self.device), Phase(parts.decode, self.device), parts.spec.layers, self.caches
         )
         self._stepping = Stepping(parts, self._state, self._attending, self.caches, self._vocab_limit)
-        if self._padded:
-            parts.sampler.open([self._idle_opening()])
-
-    def _idle_opening(self) -> SlotOpening:
-        greedy = SamplingParams(temperature=0.0)
-        return SlotOpening(slot=self._state.idle, sampling=greedy, seed=0, prompt=(), max_length=self._limits.length)
 
     def with_parts(self, parts: RunnerParts) -> ModelRunner:
         """Another runner on the same state and caches, for steps that other parts run, kernel by kernel."""
@@ -142,26 +134,17 @@ class ModelRunner:
         self, shape: StepShape, padded: bool, vector: Tensor, host_slots: tuple[int, ...]
     ) -> tuple[Computed, Chosen]:
         stepping, sampler = self._stepping, self._parts.sampler
-        recordings = self._recordings if padded else None
-        if recordings is None:
-            computed = stepping.compute(shape, vector)
-            return computed, stepping.choose(computed, self._filled(shape, padded, host_slots))
-        if not sampler.capturable:
-            computed, _ = recordings.run(shape, lambda: (stepping.compute(shape, vector), Chosen(None, None)))
+        run = self._recordings.run if padded and self._recordings is not None else _plainly
+        if not padded or not sampler.capturable:
+            computed = run(shape, lambda: stepping.compute(shape, vector))
             return computed, stepping.choose(computed, host_slots)
-        every = self._filled(shape, padded, host_slots)
+        key = sampler.graph_key(host_slots)
 
         def work() -> tuple[Computed, Chosen]:
             computed = stepping.compute(shape, vector)
-            return computed, stepping.choose(computed, every)
+            return computed, stepping.choose(computed, host_slots, key)
 
-        return recordings.run((shape, sampler.features(every)), work)
-
-    def _filled(self, shape: StepShape, padded: bool, host_slots: tuple[int, ...]) -> tuple[int, ...]:
-        """With the idle slot for choices that nobody asked for, where the sampler makes them too."""
-        if not padded or not self._parts.sampler.capturable:
-            return host_slots
-        return host_slots + (self._state.idle,) * (shape.samples - len(host_slots))
+        return run((shape, key), work)
 
     def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:
         """Of the rows whose prompt tokens are scored."""
@@ -201,6 +184,10 @@ class ModelRunner:
     @property
     def workspace_bytes(self) -> int:
         return self._state.nbytes + self._uploads.nbytes + self._attending.workspace_bytes
+
+
+def _plainly(_key: Hashable, work: Callable[[], ResultT]) -> ResultT:
+    return work()
 
 
 def _independent(copies: Sequence[PageCopy]) -> Iterator[list[PageCopy]]:

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,14 +22,14 @@ _MOST = 128
 ResultT = TypeVar("ResultT")
 
 
-class Recordings(Generic[ResultT]):
+class Recordings:
     """Graphs by key. The first run of a key is a plain one, which compiles its kernels and so is the rehearsal; the
     second is recorded. A result keeps its addresses, and is valid until the next run of any key: all graphs share one
     pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, ResultT]] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
         self._rehearsed: set[Hashable] = set()
         self._refused: set[Hashable] = set()
 
@@ -44,10 +44,12 @@ class Recordings(Generic[ResultT]):
             if found is None:
                 return work()
         self._graphs.move_to_end(key)
-        found[0].replay()
-        return found[1]
+        graph, kept = found
+        graph.replay()
+        result: ResultT = kept
+        return result
 
-    def _record(self, key: Hashable, work: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT] | None:
+    def _record(self, key: Hashable, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
         graph = torch.cuda.CUDAGraph()
         try:
             with _RECORDING, _no_collection():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import msgspec
@@ -91,15 +91,16 @@ class Stepping:
             logits = self.logits(hidden[step.outputs] if wanted else hidden)
         return Computed(hidden if shape.scores else None, logits, step.sample_slots, step.sample_positions)
 
-    def choose(self, computed: Computed, host_slots: tuple[int, ...]) -> Chosen:
-        """For the first choices of `computed`, whose slots are `host_slots`."""
-        count, logits = len(host_slots), computed.logits
-        if logits is None or not count:
+    def choose(self, computed: Computed, host_slots: tuple[int, ...], key: Hashable = None) -> Chosen:
+        """For the first choices of `computed`, whose slots are `host_slots`; with the sampler's `key` for all of them,
+        those of idle rows too, as a recorded step needs it."""
+        logits, slots, positions = computed.logits, computed.slots, computed.positions
+        if logits is None or not host_slots:
             return Chosen(None, None)
-        slots, positions = computed.slots, computed.positions
-        if count < logits.shape[0]:
-            logits, slots, positions = logits[:count], slots[:count], positions[:count]
-        rows = SampleRows(slots=slots, positions=positions, host_slots=host_slots)
+        if key is None:
+            wanted = slice(0, len(host_slots))
+            logits, slots, positions = logits[wanted], slots[wanted], positions[wanted]
+        rows = SampleRows(slots=slots, positions=positions, host_slots=host_slots, key=key)
         output = self._parts.sampler.sample(logits, rows)
         # A failed row (-1) must not feed itself an id that is none.
         self._state.last_ids.index_copy_(0, slots, output.ids.clamp(min=0))

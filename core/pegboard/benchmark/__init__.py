@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .end_to_end import EndToEnd, Load, Memory, Ready, Repeated, measure_end_to_end
 from .host import HostTime, HostWatch
+from .profiling import KernelTime, Profile, profile_runs
 from .setup import Setup, setup
 from .speed import ITL, TTFT, Prompts, Throughput, measure_itl, measure_throughput, measure_ttft
 
@@ -13,8 +14,10 @@ __all__ = [
     "EndToEnd",
     "HostTime",
     "HostWatch",
+    "KernelTime",
     "Load",
     "Memory",
+    "Profile",
     "Prompts",
     "Ready",
     "Repeated",
@@ -24,5 +27,6 @@ __all__ = [
     "measure_itl",
     "measure_throughput",
     "measure_ttft",
+    "profile_runs",
     "setup",
 ]

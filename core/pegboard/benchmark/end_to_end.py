@@ -6,20 +6,24 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 
 import msgspec
+from msgspec.structs import replace
 
 from ..contracts.sampler import SamplingParams
 from ..engine import Engine
 from ..request import Request
 from .host import HostTime, HostWatch
+from .profiling import Profile, profile_runs
 from .setup import Setup, setup
 from .speed import ITL, TTFT, Prompts, Throughput, check_batches, measure_itl, measure_ttft, run_requests
 
 #: Ids of the mixed requests are below.
 _MIXED_IDS = 10_000
 _FIRST_PROMPT = 16
+_PROFILED_TOKENS = 32
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,13 +77,19 @@ class EndToEnd(msgspec.Struct, frozen=True, kw_only=True):
     itl: list[ITL]
     host: list[HostTime]
     throughput: Throughput
+    #: The same requests once more, nothing of them cached: by then kernels are compiled and steps recorded.
+    throughput_again: Throughput
     repeated: Repeated
     memory: Memory
+    #: With `profile`: a prompt of each length and its first token, then each batch.
+    profiles: list[Profile] = []
 
 
-def measure_end_to_end(make: Callable[[Sequence[object]], Engine], load: Load) -> EndToEnd:
-    """`make(watchers)` constructs the engine, which is closed in the end. ConfigError: the engine can't run such
-    batches. RequestFailed when a request fails."""
+def measure_end_to_end(
+    make: Callable[[Sequence[object]], Engine], load: Load, *, profile: Path | None = None
+) -> EndToEnd:
+    """`make(watchers)` constructs the engine, which is closed in the end; `profile`: a folder for traces. ConfigError:
+    the engine can't run such batches. RequestFailed when a request fails."""
     watch = HostWatch()
     begin = time.perf_counter()
     engine = make([watch])
@@ -104,10 +114,17 @@ def measure_end_to_end(make: Callable[[Sequence[object]], Engine], load: Load) -
             ttft=ttft,
             itl=itl,
             host=host,
-            throughput=_measure_mixed(engine, load),
+            throughput=_measure_mixed(engine, load, "first"),
+            throughput_again=_measure_mixed(engine, load, "again"),
             repeated=_repeat(engine, prompts, max(load.batches), load.prompt, load.output),
             memory=_peak_memory(engine),
+            profiles=[] if profile is None else profile_runs(engine, prompts, _profiled(load), profile),
         )
+
+
+def _profiled(load: Load) -> list[tuple[int, int, int]]:
+    alone = [(1, length, 1) for length in load.ttft_inputs]
+    return alone + [(batch, load.prompt, min(load.output, _PROFILED_TOKENS)) for batch in load.batches]
 
 
 def _greedy(tokens: int) -> SamplingParams:
@@ -133,8 +150,9 @@ def mixed_requests(load: Load, vocabulary: int) -> list[Request]:
     ]
 
 
-def _measure_mixed(engine: Engine, load: Load) -> Throughput:
-    seconds, outputs = run_requests(engine, mixed_requests(load, engine.plan.vocab_limit))
+def _measure_mixed(engine: Engine, load: Load, salt: str) -> Throughput:
+    requests = [replace(request, salt=salt) for request in mixed_requests(load, engine.plan.vocab_limit)]
+    seconds, outputs = run_requests(engine, requests)
     given = sum(len(found.prompt_token_ids) for found in outputs)
     new = sum(len(found.token_ids) for found in outputs)
     return Throughput(

@@ -65,8 +65,8 @@ class Prompts:
 
 def measure_throughput(engine: Engine, prompts: Prompts, count: int, input: int, output: int) -> Throughput:
     """RequestFailed when one of the requests fails."""
-    _run(engine, prompts.draw(1, input), 2)  # warm
-    seconds, outputs = _run(engine, prompts.draw(count, input), output)
+    generate_greedy(engine, prompts.draw(1, input), 2)  # warm
+    seconds, outputs = generate_greedy(engine, prompts.draw(count, input), output)
     new = sum(len(found.token_ids) for found in outputs)
     return Throughput(
         prompts=count,
@@ -82,8 +82,8 @@ def measure_throughput(engine: Engine, prompts: Prompts, count: int, input: int,
 def measure_ttft(engine: Engine, prompts: Prompts, lengths: Sequence[int], repeats: int) -> Iterator[TTFT]:
     """RequestFailed when one of the requests fails."""
     for length in lengths:
-        _run(engine, prompts.draw(1, length), 1)  # warm
-        times = sorted(_run(engine, prompts.draw(1, length), 1)[0] for _ in range(repeats))
+        generate_greedy(engine, prompts.draw(1, length), 1)  # warm
+        times = sorted(generate_greedy(engine, prompts.draw(1, length), 1)[0] for _ in range(repeats))
         yield TTFT(
             input_tokens=length,
             best=times[0],
@@ -99,7 +99,7 @@ def measure_itl(
     check_batches(engine, batches)
     for batch in batches:
         times = {
-            length: min(_run(engine, prompts.draw(batch, input), length)[0] for _ in range(repeats))
+            length: min(generate_greedy(engine, prompts.draw(batch, input), length)[0] for _ in range(repeats))
             for length in (_SHORT, _SHORT + output)
         }
         seconds = (times[_SHORT + output] - times[_SHORT]) / output
@@ -113,7 +113,8 @@ def check_batches(engine: Engine, batches: Sequence[int]) -> None:
         raise ConfigError(f"a batch of {max(batches)} can't run at once: max_rows is {rows}")
 
 
-def _run(engine: Engine, prompts: Sequence[Sequence[int]], output: int) -> tuple[float, list[RequestOutput]]:
+def generate_greedy(engine: Engine, prompts: Sequence[Sequence[int]], output: int) -> tuple[float, list[RequestOutput]]:
+    """`output` tokens of each prompt; as `run_requests`."""
     sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     return run_requests(engine, [Request(prompt=prompt, sampling=sampling) for prompt in prompts])
 

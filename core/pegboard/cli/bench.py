@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -92,6 +93,9 @@ def e2e(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     seed: RandomSeed = 0,
+    profile: Annotated[
+        Path | None, typer.Option(file_okay=False, help="A folder for traces; adds tables of kernels.")
+    ] = None,
     overrides: SetOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -119,6 +123,7 @@ def e2e(
             model if shape is None else f"random:{shape}", config, overrides, quiet=as_json, watchers=watchers
         ),
         load,
+        profile=profile,
     )
     emit(msgspec.to_builtins(found), "\n".join(end_to_end_lines(found)), as_json=as_json)
 

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from ..benchmark import ITL, TTFT, EndToEnd, HostTime, Setup
+    from ..benchmark import ITL, TTFT, EndToEnd, HostTime, Profile, Setup, Throughput
+
+#: Of a profile's table.
+_KERNELS, _NAME = 25, 60
 
 
 def setup_lines(used: Setup) -> list[str]:
@@ -57,7 +60,7 @@ def _host_table(found: Sequence[HostTime]) -> list[str]:
 
 
 def end_to_end_lines(found: EndToEnd) -> list[str]:
-    throughput, memory = msgspec.structs.asdict(found.throughput), found.memory
+    memory = found.memory
     lone = [
         ["constructed after s", number(found.ready.constructed)],
         ["first token after s", number(found.ready.first_token)],
@@ -71,10 +74,29 @@ def end_to_end_lines(found: EndToEnd) -> list[str]:
         ttft_table(found.ttft),
         itl_table(found.itl),
         _host_table(found.host),
-        table([[field, number(value)] for field, value in throughput.items()]),
+        _throughput_table(found.throughput, found.throughput_again),
+        *(_profile_lines(profile) for profile in found.profiles),
     ]
     return [line for block in blocks if block for line in ("", *block)][1:]
 
 
 def _mb(count: int | None) -> str:
     return "-" if count is None else f"{count / 1e6:.0f}"
+
+
+def _throughput_table(first: Throughput, again: Throughput) -> list[str]:
+    rows = zip(msgspec.structs.asdict(first).items(), msgspec.structs.asdict(again).values(), strict=True)
+    return table([["", "first", "again"], *([field, number(one), number(two)] for (field, one), two in rows)])
+
+
+def _profile_lines(found: Profile) -> list[str]:
+    """The kernels that took most."""
+    head = (
+        f"{found.batch} x {found.input} tokens and {found.output} new: {ms(found.seconds)} ms, "
+        f"kernels {ms(found.busy)}, gaps {ms(found.gaps)}; {found.trace}"
+    )
+    rows = [
+        [kernel.name[:_NAME], str(kernel.count), ms(kernel.seconds), number(kernel.seconds / kernel.count * 1e6)]
+        for kernel in found.kernels[:_KERNELS]
+    ]
+    return [head, *table([["kernel", "launches", "ms", "us each"], *rows])]

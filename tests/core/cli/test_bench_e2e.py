@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ def test_the_report(tiny_path: Path, capsys: Output) -> None:
     assert data["throughput"]["prompts"] == 5
     assert 5 * 4 <= data["throughput"]["input_tokens"] <= 5 * 9
     assert 5 * 2 <= data["throughput"]["output_tokens"] <= 5 * 6
+    same = ("prompts", "input_tokens", "output_tokens")
+    assert [data["throughput"][field] for field in same] == [data["throughput_again"][field] for field in same]
+    assert data["profiles"] == []
     assert data["repeated"] == {"prompts": 3, "tokens": 36, "match": 1.0}
     assert data["memory"]["device"] is None
     assert 10e6 < data["memory"]["host"] < 100e9
@@ -53,6 +57,28 @@ def test_the_report(tiny_path: Path, capsys: Output) -> None:
     for word in ("constructed", "first", "peak", "same", "prompt", "batch", "rows", "seconds"):
         assert word in begins
     assert [begins[begins.index("rows") + row] for row in (1, 2)] == ["1", "3"]
+
+
+def test_profiles(tiny_path: Path, tmp_path: Path, capsys: Output) -> None:
+    arguments = ["bench", "e2e", "-m", str(tiny_path), *SMALL, "--profile", str(tmp_path / "traces")]
+    assert main([*arguments, "--json"]) == 0
+    profiles = json.loads(capsys.readouterr().out)["profiles"]
+    assert [(p["batch"], p["input"], p["output"]) for p in profiles] == [
+        (1, 8, 1),
+        (1, 20, 1),
+        (1, 16, 12),
+        (3, 16, 12),
+    ]
+    for profile in profiles:
+        assert gzip.decompress(Path(profile["trace"]).read_bytes()).lstrip().startswith(b"{")
+        names = {kernel["name"]: kernel for kernel in profile["kernels"]}
+        layers = names["aten::index_select"]
+        assert layers["count"] > 0
+        assert 0 < layers["seconds"] < profile["seconds"]
+        assert profile["busy"] == pytest.approx(sum(kernel["seconds"] for kernel in profile["kernels"]))
+    (tmp_path / "file").write_text("")
+    assert main([*arguments[:-1], str(tmp_path / "file" / "folder")]) == 2
+    assert "the profile can't be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pegboard.contracts.batch import Rows
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.device import TensorSpec
 from pegboard.contracts.model import DecoderModel, ModelOutput, StepContext
-from pegboard.contracts.ops import Activation, Norm, Ops, Rope
+from pegboard.contracts.ops import Activation, Located, Norm, Ops, Rope, SlotTables
 from pegboard.contracts.quantizer import Linear, LinearSpec, Quantizer, Shard
 from pegboard.contracts.sampler import LogprobTensors, SampleOutput, Sampler, SampleRows, SlotOpening
 
@@ -112,6 +112,8 @@ class ProbedQuantizer(_MadeByCompare, Quantizer):
 
 
 class ProbedModel(_MadeByCompare, DecoderModel):
+    capturable = False
+
     def __init__(self, main: DecoderModel, probe: Probe) -> None:
         self._main, self._probe = main, probe
 
@@ -174,6 +176,9 @@ class ProbedOps(_MadeByCompare, Ops):
 
     def writes(self, layout: KVLayout) -> bool:
         return self._main.writes(layout)
+
+    def locate(self, slots: Tensor, advance: Tensor, tables: SlotTables, width: int) -> Located:
+        return self._main.locate(slots, advance, tables, width)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         out = self._main.embed(ids, weight)

@@ -92,6 +92,10 @@ class ModelKit(msgspec.Struct, frozen=True, kw_only=True):
 class DecoderModel(ABC):
     """A causal language model. The descriptor's `matches` lists its architectures."""
 
+    #: forward and logits may be recorded into a CUDA graph: nothing waits for the device, and what is launched depends
+    #: on shapes alone.
+    capturable: bool = True
+
     @classmethod
     @abstractmethod
     def refusals(cls, need: ModelNeed, options: Any) -> Sequence[str]:

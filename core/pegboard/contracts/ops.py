@@ -44,6 +44,30 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     interleaved: bool = False
 
 
+class SlotTables(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner keeps by slot, of one cache group. `lengths` [slots] int64: entries written so far, had none been
+    dropped; `last_ids` [slots] int64: the token that comes next; `pages` [slots, P] int32; `dropped` [slots] int64:
+    entries that the cache manager dropped from the front."""
+
+    lengths: Tensor
+    last_ids: Tensor
+    pages: Tensor
+    dropped: Tensor
+    page_size: int
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """Of R rows of one token each: the token and its position [R] int64; where the row then ends, and the flat entry
+    where its K/V go [R] int64; its entries in the cache [R] int32; its first pages [R, P] int32."""
+
+    ids: Tensor
+    positions: Tensor
+    ends: Tensor
+    write_index: Tensor
+    kv_len: Tensor
+    page_table: Tensor
+
+
 class OpsNeed(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceFacts
     dtype: str
@@ -56,7 +80,8 @@ class OpsNeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ops(ABC):
-    """Invariants: inputs are not changed, except the caches by the writing ops; results have x's dtype."""
+    """Invariants: inputs are not changed, except the caches by the writing ops and the residual of `project`; results
+    have x's dtype."""
 
     #: Every op may be recorded into a CUDA graph.
     capturable: bool = False
@@ -72,6 +97,13 @@ class Ops(ABC):
     @abstractmethod
     def writes(self, layout: KVLayout) -> bool:
         """Whether `rope_write` can fill this layout (quantizing on the way, if it has scales)."""
+
+    @abstractmethod
+    def locate(self, slots: Tensor, advance: Tensor, tables: SlotTables, width: int) -> Located:
+        """Where rows go on that the device alone knows: slots [R] int64, and advance [R] int64, 1, or 0 for a row that
+        is idle. `width`: pages of each that are wanted. With s = slots[r], position p = lengths[s], entry
+        e = p - dropped[s] and page size S: id last_ids[s]; end p + advance[r]; write_index
+        pages[s, e // S] * S + e % S; kv_len end - dropped[s]; page_table pages[s, :width]."""
 
     @abstractmethod
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -93,7 +125,8 @@ class Ops(ABC):
     ) -> Tensor:
         """residual + act(linear(norm(x))), each part optional: the unit that kernels fuse.
 
-        x [T, I]. With `activation` the linear gives [gate | up] of 2F and the result is act(gate) * up, [T, F]."""
+        x [T, I]. With `activation` the linear gives [gate | up] of 2F and the result is act(gate) * up, [T, F].
+        `residual` shares no memory with x and is given away: the result may be written into it."""
 
     @abstractmethod
     def gated(self, x: Tensor, activation: Activation) -> Tensor:

@@ -95,7 +95,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             narrow = layer is last and last.index not in self.taps
             hidden = layer.forward(hidden, context, context.outputs if narrow else None)
             if layer.index in self.taps:
-                kept[layer.index] = hidden
+                kept[layer.index] = hidden if layer is last else hidden.clone()  # the next layer adds to it
         return ModelOutput(hidden=hidden, taps=tuple(kept[i] for i in self.taps))
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:

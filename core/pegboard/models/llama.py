@@ -12,6 +12,7 @@ from pegboard.contracts.ops import Activation, Ops
 
 from .config import ModelConfig, Positive, Size
 from .decoder import Decoder
+from .experts import Experts
 from .layout import Layout, build
 from .rope import is_no_table, rope_reach, rope_refusals, rotary_size
 
@@ -148,6 +149,8 @@ class Llama(DecoderModel):
 
     def __init__(self, decoder: Decoder, weight_bytes: int, unused_tensors: tuple[str, ...]) -> None:
         self._decoder = decoder
+        #: Tokens are grouped by expert on the host.
+        self.capturable = not any(isinstance(layer.mlp, Experts) for layer in decoder.layers)
         self._weight_bytes = weight_bytes
         self._unused_tensors = unused_tensors
 

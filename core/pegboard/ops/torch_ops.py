@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..contracts.attention import KVLayout, LayerCache
-from ..contracts.ops import Activation, Norm, Ops, OpsNeed, Rope
+from ..contracts.ops import Activation, Located, Norm, Ops, OpsNeed, Rope, SlotTables
 from ..contracts.quantizer import Linear
 from ..dtypes import FLOAT_DTYPES
 from ..errors import PegboardError
@@ -48,6 +48,20 @@ class TorchOps(Ops):
             tuple(tensor.name for tensor in layout.tensors) == ("k", "v")
             and all(tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 3 for tensor in layout.tensors)
             and layout.name == "nhd"
+        )
+
+    def locate(self, slots: Tensor, advance: Tensor, tables: SlotTables, width: int) -> Located:
+        size, columns, dropped = tables.page_size, tables.pages.shape[1], tables.dropped[slots]
+        positions = tables.lengths[slots]
+        entries, ends = positions - dropped, positions + advance
+        page = tables.pages.view(-1)[slots * columns + entries // size].long()
+        return Located(
+            ids=tables.last_ids[slots],
+            positions=positions,
+            ends=ends,
+            write_index=page * size + entries % size,
+            kv_len=(ends - dropped).to(torch.int32),
+            page_table=tables.pages[slots, :width],
         )
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pegboard.contracts.batch import Batch, Bounds, Rows
+from pegboard.contracts.ops import Ops, SlotTables
 from pegboard.contracts.scheduler import RowPlan
 
 from .device_state import DeviceState
@@ -96,10 +97,12 @@ class Assembled:
         self.outputs, self.sample_slots, self.sample_positions = outputs, sample_slots, sample_positions
 
 
-def unpack(vector: Tensor, shape: StepShape, state: DeviceState) -> Assembled:
+def unpack(vector: Tensor, shape: StepShape, state: DeviceState, ops: Ops) -> Assembled:
     """vector: as `pack` made it, on the device. What is launched depends on the shape alone."""
     told = _sections(shape)
     parts = dict(zip(told, torch.split(vector, list(told.values())), strict=True))
+    if shape.chain and shape.known == "none" and all(group.kind != "state" for group in state.groups):
+        return _going_on(parts["slots"], parts["advance"], shape, state, ops)
     slots, token_slots = parts["slots"], parts.get("token_slots", parts["slots"])
     starts, ids, positions = _places(parts, slots, token_slots, shape, state)
     ends = starts + parts["advance"]
@@ -112,6 +115,50 @@ def unpack(vector: Tensor, shape: StepShape, state: DeviceState) -> Assembled:
         sample_slots=parts.get("sample_slots", slots),
         sample_positions=(positions if last is None else positions[last]) + 1,
     )
+
+
+def _going_on(slots: Tensor, advance: Tensor, shape: StepShape, state: DeviceState, ops: Ops) -> Assembled:
+    """Most steps: each row has one token, which the device knows alone."""
+    own = shape.decode
+    assert own is not None  # rows that the device feeds are decode rows
+    located = [
+        ops.locate(
+            slots,
+            advance,
+            SlotTables(
+                lengths=state.lengths,
+                last_ids=state.last_ids,
+                pages=table,
+                dropped=dropped,
+                page_size=state.page_size,
+            ),
+            min(-(-own.max_kv // state.page_size), table.shape[1]),
+        )
+        for table, dropped in zip(state.tables, state.dropped, strict=True)
+    ]
+    first, starts = located[0], state.counting[: own.rows + 1]
+    rows = tuple(
+        Rows(
+            query_start=starts,
+            kv_len=found.kv_len,
+            page_table=found.page_table,
+            row_slot=slots,
+            ancestors=None,
+            bounds=own,
+        )
+        for found in located
+    )
+    batch = Batch(
+        ids=first.ids,
+        positions=first.positions,
+        write_index=tuple(found.write_index for found in located),
+        state_page=(None,) * len(located),
+        decode=rows,
+        prefill=None,
+        decode_tokens=own.tokens,
+        bounds=own,
+    )
+    return Assembled(batch, slots=slots, ends=first.ends, outputs=None, sample_slots=slots, sample_positions=first.ends)
 
 
 def _places(

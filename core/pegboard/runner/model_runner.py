@@ -126,6 +126,7 @@ class ModelRunner:
         parts = self._parts
         return (
             parts.ops.capturable
+            and parts.model.capturable
             and (shape.decode is None or parts.decode.capturable)
             and (shape.prefill is None or parts.prefill.capturable)
         )

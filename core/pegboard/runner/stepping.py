@@ -76,7 +76,7 @@ class Stepping:
     def compute(self, shape: StepShape, vector: Tensor) -> Computed:
         """Attention, layers and head; rows are as long as they grow afterwards."""
         parts, state = self._parts, self._state
-        step = unpack(vector, shape, state)
+        step = unpack(vector, shape, state, parts.ops)
         self._attending.begin(step.batch)
         outputs = None if shape.scores else step.outputs
         context = StepContext(

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from msgspec.structs import asdict
 from torch import Tensor
 
 from pegboard.contracts.attention import KVLayout, LayerCache
-from pegboard.contracts.ops import Activation, Norm, Ops, Rope
+from pegboard.contracts.ops import Activation, Located, Norm, Ops, Rope, SlotTables
 from pegboard.contracts.quantizer import Linear
 
 from .log import ShadowLog
@@ -34,6 +35,14 @@ class BesideOps(Ops):
     def writes(self, layout: KVLayout) -> bool:
         return self._main.writes(layout)
 
+    def locate(self, slots: Tensor, advance: Tensor, tables: SlotTables, width: int) -> Located:
+        out = self._main.locate(slots, advance, tables, width)
+        expected = self._log.run("ops", lambda: self._reference.locate(slots, advance, tables, width))
+        if expected is not None:
+            for name, wanted in asdict(expected).items():
+                self._log.compare("ops", f"locate, {name}", getattr(out, name), wanted)
+        return out
+
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         return self._both("embed", self._main.embed(ids, weight), lambda: self._reference.embed(ids, weight))
 
@@ -50,12 +59,12 @@ class BesideOps(Ops):
         activation: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        reference, given = self._reference, None if residual is None else residual.clone()
         out = self._main.project(x, linear, norm=norm, activation=activation, residual=residual)
-        reference = self._reference
         return self._both(
             "project",
             out,
-            lambda: reference.project(x, linear, norm=norm, activation=activation, residual=residual),
+            lambda: reference.project(x, linear, norm=norm, activation=activation, residual=given),
         )
 
     def gated(self, x: Tensor, activation: Activation) -> Tensor:

@@ -200,7 +200,7 @@ class ModelUse:
         limits = Limits(rows=SLOTS, step_tokens=SLOTS * self.max_length, length=self.max_length, decode_width=1)
         shape = exact_shape(plans, limits)
         packed = pack(plans, split_rows(plans, 1), shape, self._state.idle)
-        step = unpack(torch.from_numpy(packed).to(self.device), shape, self._state)
+        step = unpack(torch.from_numpy(packed).to(self.device), shape, self._state, self.ops)
         self._attending.begin(step.batch)
         wanted = None if outputs is None else torch.tensor(outputs, dtype=torch.int64, device=self.device)
         return StepContext(batch=step.batch, ops=self.ops, caches=self._caches, attend=self._attending, outputs=wanted)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..contracts.ops import SlotTables
 from ..dtypes import torch_dtype
 from .conformance import (
     Candidate,
@@ -26,6 +27,43 @@ from .oracles import ops as oracle
 class OpsSuite(OpsCacheTests, standard=True):
     """Subclass it, set `part`, `device` and `dtypes`. Ops for another layout than those of `make_layout` override it,
     `read_cache` and `poison_cache`."""
+
+    # -- places
+
+    @pytest.mark.parametrize("page_size", [16, 64])
+    def test_locate(self, candidate: Candidate, dtype: str, page_size: int) -> None:
+        """Rows in any order, idle ones among them, with entries dropped; lengths at both ends of a page."""
+        ops = self.make(candidate, dtype)
+        lengths, dropped = [0, 1, page_size - 1, page_size, 5 * page_size + 3, 0], [0, 0, 0, 0, 2 * page_size, 0]
+        last_ids, columns = [9, 8, 7, 6, 5, 0], 300
+        pages = torch.arange(6 * columns).view(6, columns) * 7 % 1009
+        tables = SlotTables(
+            lengths=self.index(lengths),
+            last_ids=self.index(last_ids),
+            pages=pages.to(torch.int32).to(self.device),
+            dropped=self.index(dropped),
+            page_size=page_size,
+        )
+        slots, advance = [4, 1, 5, 0, 3, 2, 5], [1, 1, 0, 1, 1, 1, 0]
+        for width in (1, 7, columns):
+            found = ops.locate(self.index(slots), self.index(advance), tables, width)
+            entries = [lengths[slot] - dropped[slot] for slot in slots]
+            expected = {
+                "ids": [last_ids[slot] for slot in slots],
+                "positions": [lengths[slot] for slot in slots],
+                "ends": [lengths[slot] + more for slot, more in zip(slots, advance, strict=True)],
+                "write_index": [
+                    int(pages[slot, entry // page_size]) * page_size + entry % page_size
+                    for slot, entry in zip(slots, entries, strict=True)
+                ],
+                "kv_len": [entry + more for entry, more in zip(entries, advance, strict=True)],
+                "page_table": pages[slots, :width].tolist(),
+            }
+            for name, wanted in expected.items():
+                tensor = getattr(found, name)
+                kind = torch.int32 if name in ("kv_len", "page_table") else torch.int64
+                check(tensor.dtype == kind, f"locate: {name} is {tensor.dtype}, must be {kind}")
+                check(tensor.tolist() == wanted, f"locate: {name} is {tensor.tolist()}, must be {wanted}")
 
     # -- norm, activation, embedding
 
@@ -81,7 +119,7 @@ class OpsSuite(OpsCacheTests, standard=True):
                 linear,
                 norm=norm if normed else None,
                 activation=activation if active else None,  # type: ignore[arg-type]
-                residual=residual,
+                residual=None if residual is None else residual.clone(),
             )
             what = f"project with norm {normed}, activation {active}, residual {added}, bias {bias}"
             compare(found, expected, looser(dtype, 4), what)
@@ -92,7 +130,7 @@ class OpsSuite(OpsCacheTests, standard=True):
         ops, size = self.make(candidate, dtype), self.hidden_sizes[0]
         linear = self.linear_of(size, size, dtype, bias=True, partition="input")
         x, residual = self.random(5, size, dtype=dtype), self.random(5, size, dtype=dtype, seed=9)
-        found = ops.project(x, linear, residual=residual)
+        found = ops.project(x, linear, residual=residual.clone())
         compare(found, residual.double() + linear.exact(x), looser(dtype, 4), "project of a linear that reduces")
 
     # -- rows, inputs and results
@@ -107,8 +145,8 @@ class OpsSuite(OpsCacheTests, standard=True):
             ops.norm(x, norm)
             ops.norm(x, norm, residual)
             ops.project(x, linear)
-            ops.project(x, linear, norm=norm, residual=residual)
-            ops.project(x, wide, norm=norm, activation=self.activations[0], residual=residual)  # type: ignore[arg-type]
+            ops.project(x, linear, norm=norm, residual=residual.clone())  # which is given away
+            ops.project(x, wide, norm=norm, activation=self.activations[0], residual=residual.clone())  # type: ignore[arg-type]
             ops.gated(x, self.activations[0])  # type: ignore[arg-type]
             ops.embed(self.index((0, 1)), x)
         cache = self.cache_of(self.written_layout(ops, HEADS[1], head, dtype))
@@ -133,7 +171,7 @@ class OpsSuite(OpsCacheTests, standard=True):
         linear = self.linear_of(size, size, dtype)
         results = {
             "norm": ops.norm(x, self.norm_of(size, dtype)),
-            "project": ops.project(x, linear, residual=x),
+            "project": ops.project(x, linear, residual=x.clone()),
             "gated": ops.gated(x, self.activations[0]),  # type: ignore[arg-type]
             "embed": ops.embed(self.index((0,)), x),
             **{f"rope_write {name}": tensor for name, tensor in zip("qkv", turned, strict=True) if tensor is not None},
@@ -183,7 +221,7 @@ class OpsSuite(OpsCacheTests, standard=True):
 
         for what, op in (
             ("norm", lambda rows: ops.norm(rows, norm, rows)),
-            ("project", lambda rows: ops.project(rows, linear, norm=norm, residual=rows)),
+            ("project", lambda rows: ops.project(rows, linear, norm=norm, residual=rows.clone())),
             ("gated", lambda rows: ops.gated(rows, name)),  # type: ignore[arg-type]
             ("rope_write", turn),
         ):

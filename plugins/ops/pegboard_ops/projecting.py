@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -168,5 +167,5 @@ def launch_row(
 
 
 def added(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual + x W^T by cuBLAS, which adds in its epilogue and rounds once."""
-    return torch.addmm(residual, x, weight.t())
+    """residual + x W^T by cuBLAS, which adds in its epilogue and rounds once, into the residual."""
+    return residual.addmm_(x, weight.t())

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from pegboard.contracts.attention import KVLayout, LayerCache
-from pegboard.contracts.ops import Activation, Norm, OpsNeed, Rope
+from pegboard.contracts.ops import Activation, Located, Norm, OpsNeed, Rope, SlotTables
 from pegboard.contracts.quantizer import Linear
 from pegboard.errors import PegboardError
 from pegboard.ops import TorchOps
@@ -16,6 +16,7 @@ from pegboard.ops import TorchOps
 from .embedding import launch_embed
 from .gating import launch_gated
 from .launching import Launcher
+from .locating import launch_locate
 from .norms import launch_norm
 from .projecting import added, launch_row, row_shape
 from .projecting_rows import MOST_ROWS, launch_few, splits_for
@@ -59,6 +60,9 @@ class TritonOps(TorchOps):
 
     def writes(self, layout: KVLayout) -> bool:
         return can_write(layout)
+
+    def locate(self, slots: Tensor, advance: Tensor, tables: SlotTables, width: int) -> Located:
+        return launch_locate(slots, advance, tables, width, self._launcher)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         few = 0 < ids.shape[0] <= _FEW_IDS

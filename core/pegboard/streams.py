@@ -130,7 +130,8 @@ class Handle:
             if len(self._waiting) > self._bound and not self._paused and self._open:
                 self._paused = True
             paused, listener = self._paused, self._listener
-            self._ready.notify_all()
+            if not self._gathering or delta.finish_reason is not None:  # each waking costs the step's thread a turn
+                self._ready.notify_all()
         if listener is not None:
             try:
                 listener()

@@ -39,6 +39,8 @@ def most_packed(limits: Limits) -> int:
 def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int) -> NDArray[numpy.int64]:
     """The sections one after another. The first `decode_rows` rows are decode rows; what is idle has the slot `idle`,
     and does not grow."""
+    if shape.chain and shape.known == "none":
+        return _pack_going_on(rows, shape.rows, idle)
     told = _sections(shape)
     packed = numpy.full(sum(told.values()), -1, dtype=numpy.int64)
     parts = dict(zip(told, numpy.split(packed, numpy.cumsum(list(told.values()))[:-1]), strict=True))
@@ -54,6 +56,15 @@ def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int)
         _pack_tokens(rows, places, padded, idle, parts)
     elif "ids" in parts:
         parts["ids"][: len(rows)] = [row.tokens[0] if row.tokens else -1 for row in rows]
+    return packed
+
+
+def _pack_going_on(rows: Sequence[RowPlan], padded: int, idle: int) -> NDArray[numpy.int64]:
+    """slots and advance of the most common steps."""
+    packed, count = numpy.zeros(2 * padded, dtype=numpy.int64), len(rows)
+    packed[:count] = [row.slot for row in rows]
+    packed[count:padded] = idle
+    packed[padded : padded + count] = 1
     return packed
 
 

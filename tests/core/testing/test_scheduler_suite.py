@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import pytest

@@ -440,6 +440,7 @@ def unread_by_references(survey: Survey, groups: Sequence[CacheGroup]) -> list[s
                 known = selection.create(where, need).writes(group.layout)
             else:
                 layer = survey.spec.layers[group.layers[0]]
+                assert isinstance(layer, AttentionLayer)  # groups of other layers are of kind "state"
                 known = group.layout in selection.layouts(where, need, layer)
             if not known:
                 problems.append(f"{where} = {name!r} does not know the KV layout {group.layout.name} of the others")

@@ -20,7 +20,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 
 HEAD = """# Reference
 
-Made by `make reference` from the code; a test compares. Meanings of the config's fields: [config.md](config.md). What methods must do: the files named here, [plugins.md](plugins.md) and [contracts.md](contracts.md).
+Made by `make reference` from the code; a test compares. Meanings of the config's fields: [config.md](config.md).
+What methods must do: the files named here, [plugins.md](plugins.md) and [contracts.md](contracts.md).
 """
 
 

@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test test-full support lint clean
+.PHONY: demo test test-full support reference lint clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ test-full: $(VENV)/.dev
 
 support: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) -m "not full" --support-table=docs/support.md
+
+reference: $(VENV)/.dev
+	$(BIN)/python tests/docs/reference.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

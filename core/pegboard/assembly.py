@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 
 from .admission import Admission
 from .config import EngineConfig, PartChoice, load_config, unknown_allowed
+from .contracts.attention import AttentionLayer, AttentionNeed, KVLayout
 from .contracts.cache import CacheGroup, CacheManager, CacheNeed
 from .contracts.checkpoint import Checkpoint, CheckpointNeed
 from .contracts.device import DeviceFacts
@@ -28,7 +30,7 @@ from .errors import CheckpointError, ConfigError, PluginError
 from .hub import resolve_model
 from .memory import MemoryPlan, affordable_length, gib, plan_memory
 from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, eos_ids, scheme_name
-from .pairing import make_groups
+from .pairing import Backend, make_groups
 from .portable import import_objects, locate_objects
 from .registry.lock import lock_problems
 from .registry.observers import Observers
@@ -99,7 +101,21 @@ class Selection:
         return self._entry(where).options(self._parts[where].options, f"{where}.options")
 
     def create(self, where: str, need: Any, **extra: Any) -> Any:
-        return self.factory(where).create(need, self.options(where), **extra)
+        return self._entry(where).create(need, self.options(where), **extra)
+
+    def ask(self, where: str, method: str, *arguments: Any) -> Any:
+        """Call a class method of a winner that describes something."""
+        entry = self._entry(where)
+        with entry.blamed(method):
+            return getattr(entry.load(), method)(*arguments)
+
+    def layouts(self, where: str, need: AttentionNeed, layer: AttentionLayer) -> Sequence[KVLayout]:
+        """What an attention backend reads for a layer, best first."""
+        found: Sequence[KVLayout] = self.ask(where, "layouts", need, layer, self.options(where))
+        if not isinstance(found, list | tuple) or not all(isinstance(layout, KVLayout) for layout in found):
+            source = self._entry(where).source
+            raise PluginError(f"{where} of {source}: layouts returned {found!r}, not a list of KVLayout")
+        return found
 
     def _entry(self, where: str) -> RegisteredPart:
         part = self._parts[where]
@@ -233,7 +249,7 @@ class Survey:
         if "checkpoint" not in self.parts:
             kinds = sorted(key for part in self.registry.parts("checkpoint") for key in part.part.matches)
             raise CheckpointError(f"{self.path} is of no known format; known: {', '.join(kinds)}")
-        checkpoint: Checkpoint = self.selection.factory("checkpoint").open(self.path)
+        checkpoint: Checkpoint = self.selection.ask("checkpoint", "open", self.path)
         return checkpoint
 
     @property
@@ -247,7 +263,7 @@ class Survey:
         if "executor" not in self.parts:
             return 1
         selection = self.selection
-        return int(selection.factory("executor").shards(self.executor_need, selection.options("executor")))
+        return int(selection.ask("executor", "shards", self.executor_need, selection.options("executor")))
 
     def _describe(self) -> ModelSpec:
         name = architecture(self.checkpoint)
@@ -258,7 +274,11 @@ class Survey:
             known = sorted(key for part in self.registry.parts("model") for key in part.part.matches)
             reasons = found.reasons if name in known else [f"supported architectures: {', '.join(known)}"]
             raise ConfigError(f"the model in {self.path} ({name}) can't run", reasons)
-        spec: ModelSpec = self.selection.factory("model").describe(need)
+        spec = self.selection.ask("model", "describe", need)
+        if not isinstance(spec, ModelSpec):
+            raise PluginError(
+                f"model {self.parts['model'].name!r}: describe returned {type(spec).__name__}, no ModelSpec"
+            )
         return spec
 
 
@@ -334,11 +354,14 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         raise ConfigError("the config can't work", reasons)
     selection = survey.selection
     ops = selection.create("ops", needs.ops)
-    backends = [
-        (selection.factory(where), selection.options(where), need)
+    prefill, decode = (
+        Backend(
+            getattr(selection.factory(where), "__name__", survey.parts[where].name),
+            partial(selection.layouts, where, need),
+        )
         for where, need in (("attention", needs.prefill), ("decode_attention", needs.decode))
-    ]
-    groups = make_groups(spec.layers, backends[0], backends[1], ops)
+    )
+    groups = make_groups(spec.layers, prefill, decode, ops)
     unread = unread_by_references(survey, groups)
     if unread:
         raise ConfigError("the config can't work", unread)
@@ -417,7 +440,8 @@ def unread_by_references(survey: Survey, groups: Sequence[CacheGroup]) -> list[s
                 known = selection.create(where, need).writes(group.layout)
             else:
                 layer = survey.spec.layers[group.layers[0]]
-                known = group.layout in selection.factory(where).layouts(need, layer, selection.options(where))
+                assert isinstance(layer, AttentionLayer)  # groups of other layers are of kind "state"
+                known = group.layout in selection.layouts(where, need, layer)
             if not known:
                 problems.append(f"{where} = {name!r} does not know the KV layout {group.layout.name} of the others")
     if survey.config.shadow and survey.config.shadow.attention and survey.needs.prefill.score_mass:

@@ -324,7 +324,7 @@ def unknown_allowed(config: EngineConfig, registry: Registry) -> list[str]:
     known = {normalized(name) for name in registry.distributions}
     return [
         f"plugins.allow: no installed distribution {name!r} offers plugins{nearest(name, known)}; "
-        f"found: {listed(known)}"
+        f"found: {listed(known)}; `pip install {name}`, or leave it out"
         for name in config.plugins.allow
         if normalized(name) not in known
     ]

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from .contracts.attention import AttentionBackend, AttentionLayer, AttentionNeed, KVLayout, StateLayer
+from .contracts.attention import AttentionLayer, KVLayout, StateLayer
 from .contracts.cache import CacheGroup
 from .contracts.ops import Ops
 from .dtypes import element_bytes
 from .errors import ConfigError
 
-Backend = tuple[type[AttentionBackend[Any]], Any, AttentionNeed]
+
+class Backend(NamedTuple):
+    """An attention backend, as far as it matters here."""
+
+    name: str
+    #: What it reads for a layer, best first.
+    layouts: Callable[[AttentionLayer], Sequence[KVLayout]]
 
 
 def agree(layer: AttentionLayer, prefill: Backend, decode: Backend, ops: Ops) -> KVLayout:
     """The first layout of the prefill backend that all three know. ConfigError naming what each knows."""
-    offers = []
-    for factory, options, need in (prefill, decode):
-        offers.append(list(factory.layouts(need, layer, options)))
+    offers = [list(backend.layouts(layer)) for backend in (prefill, decode)]
     for layout in offers[0]:
         if layout in offers[1] and ops.writes(layout):
             return layout
@@ -27,8 +31,8 @@ def agree(layer: AttentionLayer, prefill: Backend, decode: Backend, ops: Ops) ->
     raise ConfigError(
         "the parts have no KV layout in common",
         [
-            f"attention {prefill[0].__name__} reads {', '.join(first) or 'none'}",
-            f"decode_attention {decode[0].__name__} reads {', '.join(second) or 'none'}",
+            f"attention {prefill.name} reads {', '.join(first) or 'none'}",
+            f"decode_attention {decode.name} reads {', '.join(second) or 'none'}",
             f"ops {type(ops).__name__} writes {', '.join(written) or 'none'} of these",
         ],
     )

@@ -376,6 +376,29 @@ def test_paused_sequences_get_no_rows_until_resumed():
     assert not desk.ledger.resume("nobody")
 
 
+def test_a_sequence_that_does_not_run_can_not_be_planned():
+    desk = Desk()
+    desk.add("a")
+    desk.add("b")
+    desk.commit(desk.plan())
+    step, lost = desk.ledger.begin(), desk.sequence("b")
+    desk.ledger.preempt(lost)
+    with pytest.raises(ValueError, match="'b' is preempted and can't be in a step"):
+        step.add(lost, 1)
+    assert step.rows == ()
+
+
+def test_score_mass_of_a_step_reaches_the_cache_with_the_fence_of_what_flies():
+    desk, told = Desk(depth=1), []
+    desk.cache.observe_score_mass = lambda seq, mass, fence: told.append((seq, mass, fence))
+    desk.add("a")
+    first, second = desk.plan(), desk.plan()
+    mass = (("a", (0.5, 0.25)), ("gone", (1.0,)))
+    row = RowResult(id="a", epoch=first.rows[0].epoch, tokens=(50,))
+    desk.ledger.commit(StepResult(step=first.id, rows=(row,), score_mass=mass))
+    assert told == [("a", (0.5, 0.25), second.id)]
+
+
 def test_steps_retire_in_order():
     desk = Desk()
     desk.add()

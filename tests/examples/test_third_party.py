@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pegboard import ConfigError, Registry, SamplingParams
+from pegboard import ConfigError, Engine, Registry, SamplingParams
 from pegboard.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +165,83 @@ def test_check_and_lock_know_them(installed: Path, tmp_path: Path, capsys: pytes
     assert locked["shortest-job-first"]["contracts"] == {"scheduler": 1}
 
 
+CONFIG = """
+model = "{model}"
+device = "cpu"
+scheduler = "shortest-job-first"
+attention = "streaming"
+
+[plugins]
+allow = ["shortest-job-first"]
+{lock}
+"""
+
+
+def explained(text: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """`plugins explain --json`: config field -> part -> (verdict, its reasons)."""
+    return {
+        decision["where"]: {c["name"]: (c["verdict"], "; ".join(c["reasons"])) for c in decision["candidates"]}
+        for decision in json.loads(text)["decisions"]
+    }
+
+
+def check_explanation(found: dict[str, dict[str, tuple[str, str]]]) -> None:
+    """Both are chosen, and of every other part it says why it lost."""
+    assert found["scheduler"]["shortest-job-first"] == ("chosen", "")
+    assert found["attention"]["streaming"] == found["decode_attention"]["streaming"] == ("chosen", "")
+    assert found["scheduler"]["continuous"] == ("eligible", "the config names 'shortest-job-first'")
+    assert found["attention"]["torch"] == ("eligible", "the config names 'streaming'")
+    for candidates in found.values():
+        assert all(reasons for verdict, reasons in candidates.values() if verdict != "chosen"), candidates
+
+
+MISSING = (
+    r"scheduler = 'shortest-job-first': no scheduler named 'shortest-job-first'.*valid names: continuous, static; "
+    r"install the distribution that provides it"
+)
+HOW_TO_GET = "no installed distribution 'shortest-job-first' offers plugins.*`pip install shortest-job-first`"
+
+
+def test_explained_used_and_missed_when_uninstalled(
+    site: Path, tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a fresh environment (below), by the commands' own code."""
+    here = tmp_path / "site"
+    shutil.copytree(site, here, ignore=shutil.ignore_patterns("__pycache__"))
+    forget()
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.chdir(tmp_path)
+    plain, locked = tmp_path / "engine.toml", tmp_path / "locked.toml"
+    plain.write_text(CONFIG.format(model=tiny_path, lock=""))
+    locked.write_text(CONFIG.format(model=tiny_path, lock='lock = "pegboard.lock"'))
+    try:
+        assert main(["plugins", "lock", "-c", str(plain)]) == 0
+        capsys.readouterr()
+        assert main(["plugins", "explain", str(plain), "--json"]) == 0
+        check_explanation(explained(capsys.readouterr().out))
+        with Engine.from_config(locked) as engine:
+            assert [len(output.token_ids) for output in engine.generate(PROMPTS, GREEDY)] == [6, 6]
+        for path in (*here.glob("shortest_job_first-*"), here / "shortest_job_first"):
+            shutil.rmtree(path)
+        forget()
+        importlib.invalidate_caches()
+        with pytest.raises(ConfigError) as caught:
+            Engine.from_config(plain)
+        reasons = "\n".join(caught.value.reasons)
+        assert re.search(MISSING, reasons)
+        assert re.search(HOW_TO_GET, reasons)
+        with pytest.raises(ConfigError, match=r"shortest-job-first 0\.1\.0 is locked and not installed: `pip install"):
+            Engine.from_config(locked)
+        assert main(["plugins", "explain", str(plain), "--json"]) == 0
+        verdict, reason = explained(capsys.readouterr().out)["scheduler"]["shortest-job-first"]
+        assert verdict == "refused"
+        assert "install the distribution that provides it" in reason
+        with Engine(tiny_path, device="cpu", attention="streaming") as engine:
+            assert engine.generate(PROMPTS, GREEDY)[0].finish_reason == "length"
+    finally:
+        forget()
+
+
 def test_their_own_tests_pass(site: Path) -> None:
     folder = ROOT / "examples" / "third_party"
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTEST_ADDOPTS", "PEGBOARD_FULL")}
@@ -180,13 +259,14 @@ def test_their_own_tests_pass(site: Path) -> None:
 
 
 @pytest.mark.full
-def test_third_party_in_a_fresh_environment(tmp_path: Path) -> None:
-    """Installed by pip beside a wheel of pegboard: listed, checked, and their tests pass."""
+def test_third_party_in_a_fresh_environment(tmp_path: Path, tiny_text_model: Path) -> None:
+    """Installed by pip beside a wheel of pegboard: listed, checked, explained, used, their tests pass; and missed, with
+    a word on how to get it back, when one is uninstalled."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "PEGBOARD_FULL"))}
 
-    def run(*command: str, cwd: Path = tmp_path, timeout: int = 1800) -> str:
+    def run(*command: str, cwd: Path = tmp_path, timeout: int = 1800, code: int = 0) -> str:
         done = subprocess.run(
             [str(venv / "bin" / command[0]), *command[1:]],
             cwd=cwd,
@@ -196,8 +276,8 @@ def test_third_party_in_a_fresh_environment(tmp_path: Path) -> None:
             timeout=timeout,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr * bool(code)
 
     install = ["python", "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
     folders = [ROOT / "examples" / "third_party" / name for name in EXAMPLES]
@@ -213,3 +293,16 @@ def test_third_party_in_a_fresh_environment(tmp_path: Path) -> None:
     assert {found["name"]: found["editable"] for found in locked} == {"pegboard": False} | dict.fromkeys(
         EXAMPLES, False
     )
+    config = tmp_path / "engine.toml"
+    config.write_text(CONFIG.format(model=tiny_text_model, lock=""))
+    check_explanation(explained(run("pegboard", "plugins", "explain", str(config), "--json")))
+    ask = ["pegboard", "generate", "-c", str(config), "--prompt", "one", "--max-tokens", "5", "--json"]
+    assert json.loads(run(*ask))["metrics"]["output_tokens"] >= 1
+    run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "shortest-job-first")
+    for command in (ask, ["pegboard", "config", "check", str(config)]):
+        said = run(*command, code=2)
+        assert re.search(MISSING, said)
+        assert re.search(HOW_TO_GET, said)
+        assert "Traceback" not in said
+    other = [*ask, "--set", "scheduler=auto", "--set", "plugins.allow=[]"]
+    assert json.loads(run(*other))["metrics"]["output_tokens"] >= 1

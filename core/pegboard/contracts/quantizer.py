@@ -62,7 +62,8 @@ class Linear(Protocol):
     partition: Literal["output", "input"] | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, I] -> [T, O] in x's dtype."""
+        """x [T, I] -> [T, O] in x's dtype. The result is the caller's, who may write to it (`Ops.project` adds the
+        residual in place): neither x nor memory that the linear keeps or gives out again."""
         ...
 
     @property

@@ -170,6 +170,11 @@ class Scheduler(ABC):
     a plan stay within the limits; a slot is held by one sequence at a time, from its first row to its end; pages of
     a plan's rows are reserved before it is returned; a sequence appears once in a plan; when nothing is left, every
     page has been released.
+
+    Nobody waits for ever: a sequence that was admitted, and is not paused, ends. Those that hold pages while they wait
+    for more can block each other, so reserve all of `max_length` at once, or preempt: release the pages of one, void
+    what of it flies (the next `epoch`), and run it again from all its tokens, in the same slot, with a new `opening`.
+    A child (`SequenceSpec.parent`) may fork its parent's prompt or compute it anew: its tokens are the same.
     """
 
     @classmethod
@@ -183,8 +188,9 @@ class Scheduler(ABC):
 
     @abstractmethod
     def add(self, sequences: Sequence[SequenceSpec]) -> None:
-        """Admit all or none. InvalidRequest: one can never run (longer than the cache holds). QueueFull: no room now.
-        ValueError: an id that is live already."""
+        """Admit all or none. InvalidRequest: one can never run (an empty prompt, no room for a token after it, longer
+        than `need.max_length` or than the cache holds; more at once than the queue has places). QueueFull: no room
+        now. ValueError: an id that is live already, or given twice."""
 
     @abstractmethod
     def finish(self, id: str, reason: FinishReason, error: str | None = None) -> bool:
@@ -201,11 +207,15 @@ class Scheduler(ABC):
     @abstractmethod
     def fork(self, parent: str, child: SequenceSpec, tokens: Sequence[int] = ()) -> None:
         """Split a running sequence with nothing in flight: `child` gets the parent's tokens and entries, then
-        `tokens` (a beam's own choice), as if it had chosen them itself. KeyError: no such parent. QueueFull."""
+        `tokens` (a beam's own choice), as if it had chosen them itself. The child's Progress tells `tokens` only.
+        KeyError: no such parent. ValueError: rows of the parent are in flight, the child's id is live, or its prompt or
+        salt is another. InvalidRequest: no room for a token. QueueFull. What raises has changed nothing."""
 
     @abstractmethod
     def extend(self, id: str, tokens: Sequence[int]) -> None:
-        """The host chose these tokens for a running sequence with nothing in flight (beams, forced tokens)."""
+        """The host chose these tokens for a running sequence with nothing in flight (beams, forced tokens). They are
+        taken like its own: told with the next `commit`, dropped behind a stop or `max_length`, which ends it. Its next
+        row has a new `opening`. KeyError: not live. ValueError: rows of it are in flight."""
 
     @abstractmethod
     def schedule(self) -> StepPlan | None:
@@ -214,7 +224,9 @@ class Scheduler(ABC):
     @abstractmethod
     def commit(self, result: StepResult | None) -> tuple[Progress, ...]:
         """Take in a retired step (steps retire in order; None: nothing retired) and return all that became final
-        since the last call, including ends by deadline, `finish` and `extend`."""
+        since the last call, including ends by deadline, `finish` and `extend`. Tokens behind the one that ends a
+        sequence are dropped, and so are results of an older epoch. After a `tainted` row no prefix that may hold its
+        entries can be found any more (`CacheManager.reset_prefixes`)."""
 
     @abstractmethod
     def fail(self, step: int, error: str) -> None:

@@ -52,6 +52,33 @@ def missing_class_methods(role: str, factory: Any) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def wrong_signatures(role: str, factory: Any, *, by_name: bool = True) -> list[str]:
+    """Methods of `factory` that can't be called as the contract says. Those that it lacks are not looked at. Without
+    `by_name`, optional arguments need only be taken by place."""
+    problems = []
+    for name, contract in sorted(vars(INTERFACES[role]).items()):
+        instance = isinstance(contract, FunctionType)
+        if name.startswith("_") or not (instance or isinstance(contract, classmethod)):
+            continue
+        if instance and not isinstance(factory, type):
+            continue  # an object that makes parts: only its class methods are known
+        found = inspect.getattr_static(factory, name, None)
+        if found is not None and not isinstance(found, staticmethod | property):
+            problems.extend(_signature_problems(name, getattr(INTERFACES[role], name), getattr(factory, name), by_name))
+    return problems
+
+
+def load_problems(role: str, factory: Any) -> list[str]:
+    """Why an engine can't use what `factory` makes, as far as the class tells: what is sure to fail in a step."""
+    return missing_class_methods(role, factory) or wrong_signatures(role, factory, by_name=False)
+
+
+def made_problems(role: str, made: object) -> list[str]:
+    """Methods of the role's contract that the object made by a factory lacks."""
+    wanted = sorted(INTERFACES[role].__abstractmethods__ - set(class_methods(role)))  # type: ignore[attr-defined]
+    return [name for name in wanted if getattr(type(made), name, None) is None and getattr(made, name, None) is None]
+
+
 def contract_problems(role: str, factory: Any) -> list[str]:
     """Everything in which `factory` falls short of the role's contract, as far as can be seen without running it."""
     problems = missing_class_methods(role, factory)
@@ -65,12 +92,10 @@ def contract_problems(role: str, factory: Any) -> list[str]:
         found = inspect.getattr_static(factory, name, None)
         if found is None or getattr(found, "__isabstractmethod__", False):
             problems.append(f"{name} of {interface.__name__} is not implemented")
-        elif not isinstance(inspect.getattr_static(interface, name), property) and not isinstance(found, staticmethod):
-            problems.extend(_signature_problems(name, getattr(interface, name), getattr(factory, name)))
-    return problems
+    return problems + wrong_signatures(role, factory)
 
 
-def _signature_problems(name: str, contract: Any, method: Any) -> list[str]:
+def _signature_problems(name: str, contract: Any, method: Any, optional_by_name: bool) -> list[str]:
     """Whether `method` takes what the contract may pass: required arguments alone, and all, by place or by name."""
     try:
         wanted, offered = inspect.signature(contract), inspect.signature(method)
@@ -84,7 +109,8 @@ def _signature_problems(name: str, contract: Any, method: Any) -> list[str]:
     try:
         offered.bind(*required, **needed_names)
         offered.bind(*required, *optional, **by_name)
-        offered.bind(*required, **dict.fromkeys(optional), **by_name)
+        if optional_by_name:
+            offered.bind(*required, **dict.fromkeys(optional), **by_name)
     except TypeError as error:
         plain = [p.replace(annotation=p.empty) for p in parameters]
         return [f"{name} can't be called as {name}{inspect.Signature(plain)}: {error}"]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..errors import ConfigError, PegboardError, PluginError
+from .observers import hook_problems
 from .parts import RegisteredPart
 
 Verdict = Literal["chosen", "eligible", "refused", "not allowed", "broken", "ambiguous"]
@@ -79,10 +80,13 @@ class Judge(msgspec.Struct, frozen=True):
             if self.static:
                 return "chosen", []
             factory = entry.load()
+            problems = hook_problems(factory) if entry.part.role == "observer" else []
         except ConfigError as error:
             return "refused", list(error.reasons)
         except PluginError as error:
             return "broken", [str(error)]
+        if problems:
+            return "broken", problems
         reasons = _refusals(factory, entry, self.need, options)
         return ("refused", reasons) if reasons else ("chosen", [])
 

@@ -115,13 +115,23 @@ def lock_problems(config: EngineConfig, registry: Registry) -> list[str]:
         if entry.distribution is None
     ]
     wanted = {normalized(found.name): found for found in lock.distributions}
-    for name in _usable(config, registry, []):
+    absent: list[str] = []
+    for name in _usable(config, registry, absent):
         if normalized(name) not in wanted:
             problems.append(
                 f"plugins.lock: the config may use distribution {name}, which {config.plugins.lock} lacks; {_ANEW}"
             )
         else:
             problems += _differences(wanted[normalized(name)], _locked(name, registry))
+    if absent:  # the lock knows what may have offered it
+        here = {normalized(name) for name in registry.distributions}
+        gone = [found for name, found in wanted.items() if name not in here]
+        hints = [
+            f"plugins.lock: distribution {found.name} {found.version} is locked and not installed: "
+            f"`pip install {found.name}=={found.version}`"
+            for found in gone
+        ]
+        problems += [*absent, *hints] if hints else []
     return problems
 
 

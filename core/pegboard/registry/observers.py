@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Sequence
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, Final
 
 import msgspec
@@ -59,8 +60,15 @@ def hook_problems(factory: Any) -> list[str]:
     A factory that is no class, or one with no hooks of its own (it makes something else), tells nothing."""
     if not isinstance(factory, type):
         return []
+    hooks = {}
+    for name in dir(factory):
+        found = inspect.getattr_static(factory, name, None)
+        if isinstance(found, FunctionType):
+            hooks[name] = MethodType(found, factory)  # as of an instance, so that `self` is no argument of the hook
+        elif isinstance(found, classmethod | staticmethod):
+            hooks[name] = getattr(factory, name)
     try:
-        _checked(factory, factory.__qualname__, required=issubclass(factory, Observer))
+        _checked(SimpleNamespace(**hooks), factory.__qualname__, required=issubclass(factory, Observer))
     except PluginError as error:
         return [str(error)]
     return []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
 from pydantic import BaseModel
 
 from ..contracts.part import Part
-from ..errors import ConfigError, PluginError
+from ..errors import ConfigError, PegboardError, PluginError
 from . import interfaces
 from .options import nearest, validate
 
@@ -74,9 +75,9 @@ class RegisteredPart(msgspec.Struct, frozen=True, kw_only=True):
 
     def load(self) -> Any:
         """The factory, imported now. PluginError naming the plugin when the import fails (cause chained), or when
-        what is found there lacks the class methods of the role's contract."""
+        what is found there lacks methods of the role's contract, or has some that can't be called as it says."""
         factory = self._imported(self.part.factory, "factory")
-        problems = interfaces.missing_class_methods(self.part.role, factory)
+        problems = interfaces.load_problems(self.part.role, factory)
         if problems:
             raise PluginError(f"{self._subject}: {self.part.factory} is no {self.part.role}: {'; '.join(problems)}")
         return factory
@@ -113,6 +114,33 @@ class RegisteredPart(msgspec.Struct, frozen=True, kw_only=True):
             reasons = [f"{where}.{key}: {self.part.role} part {self.part.name!r} takes no options" for key in values]
             raise ConfigError(f"{where} is not valid", reasons)
         return None
+
+    def create(self, need: Any, options: Any, **extra: Any) -> Any:
+        """What the factory makes. PluginError naming the plugin when `create` raises (cause chained), or returns
+        something that lacks methods of the role's contract."""
+        factory = self.load()
+        if self.part.role == "executor":  # it makes the other parts and loads the weights: what they raise is not its
+            made = factory.create(need, options, **extra)
+        else:
+            with self.blamed("create"):
+                made = factory.create(need, options, **extra)
+        lacking = interfaces.made_problems(self.part.role, made)
+        if lacking:
+            raise PluginError(
+                f"{self._subject}: create returned {type(made).__name__}, which is no {self.part.role}: it lacks "
+                f"{', '.join(lacking)}"
+            )
+        return made
+
+    @contextmanager
+    def blamed(self, method: str) -> Iterator[None]:
+        """Say whose `method` it was that raised. Errors that say so themselves, pegboard's own, pass."""
+        try:
+            yield
+        except (PegboardError, KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException as error:  # sys.exit() in a plugin must not end the process
+            raise PluginError(f"{self._subject}: {method} raised {type(error).__name__}: {error}") from error
 
     @property
     def _subject(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pegboard.contracts.attention import AttentionBackend, AttentionLayer, LayerCache, StateLayer
 from pegboard.contracts.batch import Batch, Rows
+from pegboard.errors import PluginError
 
 
 class Phase:
@@ -63,11 +64,18 @@ class Attending:
         key, cache, split = self._keys[layer], self._caches[layer], self._split
         if self._prefill_plans is None:
             assert self._decode_plans is not None  # a step has rows
-            return self._decode.backend.forward(q, k, v, cache, self._decode_plans[key], sinks)
+            return _whole(self._decode.backend.forward(q, k, v, cache, self._decode_plans[key], sinks), q)
         if self._decode_plans is None:
-            return self._prefill.backend.forward(q, k, v, cache, self._prefill_plans[key], sinks)
+            return _whole(self._prefill.backend.forward(q, k, v, cache, self._prefill_plans[key], sinks), q)
         early = (q[:split], None if k is None else k[:split], None if v is None else v[:split])
         late = (q[split:], None if k is None else k[split:], None if v is None else v[split:])
         decoded = self._decode.backend.forward(*early, cache, self._decode_plans[key], sinks)
         filled = self._prefill.backend.forward(*late, cache, self._prefill_plans[key], sinks)
-        return torch.cat((decoded, filled))
+        return _whole(torch.cat((decoded, filled)), q)
+
+
+def _whole(mixed: Tensor, q: Tensor) -> Tensor:
+    """Another shape might broadcast on its way through the model, and give wrong tokens without a word."""
+    if mixed.shape != q.shape:
+        raise PluginError(f"the attention backend's forward returned {list(mixed.shape)} for q {list(q.shape)}")
+    return mixed

@@ -30,7 +30,12 @@ class StepBuilder:
 
     def add(self, seq: Sequence, query: int, drafts: int = 0) -> bool:
         """Plan `query` queries of a running sequence, the last `drafts` of them drafts. False: no pages; nothing has
-        changed. `query - drafts` is at most `seq.wants()`; a sequence is added once."""
+        changed. `query - drafts` is at most `seq.wants()`; a sequence is added once. ValueError: it does not run (any
+        more): one that was preempted for an earlier row of this step, say."""
+        if seq.phase != "running":
+            raise ValueError(
+                f"{seq.id!r} is {seq.phase} and can't be in a step: ask seq.phase first, after each preempt"
+            )
         start = seq.entries + seq.flying_entries
         known = query - drafts
         tokens: tuple[int, ...] = ()

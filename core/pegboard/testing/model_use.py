@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, Self
@@ -20,7 +21,7 @@ from pegboard.contracts.scheduler import RowPlan, SlotPages
 from pegboard.devices import torch_device
 from pegboard.errors import CheckpointError
 from pegboard.ops import TorchOps
-from pegboard.pairing import make_groups
+from pegboard.pairing import Backend, make_groups
 from pegboard.registry.registry import Registry
 from pegboard.runner.attending import Attending, Phase
 from pegboard.runner.batching import pack, unpack
@@ -167,7 +168,8 @@ class ModelUse:
                 max_length=self.max_length,
             )
 
-        sides = [(backend, options, need(phase)) for phase in ("prefill", "decode")]
+        needs = [need("prefill"), need("decode")]
+        sides = [Backend("torch", partial(backend.layouts, n, options=options)) for n in needs]
         groups = make_groups(self.spec.layers, sides[0], sides[1], self.ops)
         each = -(-self.max_length // PAGE_SIZE)
         pages = [1 + SLOTS * (1 if group.kind == "state" else each) for group in groups]
@@ -176,7 +178,7 @@ class ModelUse:
             for tensor in cache.tensors.values():
                 if tensor.is_floating_point():
                     tensor.fill_(float("nan"))  # whoever reads what nobody wrote gets NaN
-        prefill, decode = (Phase(backend.create(n, options), self.device) for _, _, n in sides)
+        prefill, decode = (Phase(backend.create(n, options), self.device) for n in needs)
         self._attending = Attending(prefill, decode, self.spec.layers, self._caches)
         self._state = DeviceState(groups, SLOTS, self.max_length, PAGE_SIZE, 1, self.device)
         random, tables = Random(0), []

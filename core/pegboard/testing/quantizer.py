@@ -159,6 +159,19 @@ class QuantizerSuite(QuantizerBench, standard=True):
         with unchanged(x=x, weight=linear.weight, bias=linear.bias):
             linear(x)
 
+    def test_the_result_is_the_callers(self, candidate: Candidate, dtype: str, count: int) -> None:
+        """Ops add the residual to it in place, and it stays what it is while the linear serves others."""
+        spec = self.fused()
+        linear = self.make(candidate, dtype).linear(spec, self.checkpoint(spec)[0], Shard())
+        x = self.inputs(count, dtype)
+        with unchanged(x=x, weight=linear.weight, bias=linear.bias):
+            found = linear(x)
+            given = found.clone()
+            found.add_(1)
+            again = linear(x)
+        check(same_bits(again, given), "what the caller added to a result came back with the next one")
+        check(same_bits(found, given + 1), "a result changed when the linear was called again")
+
     def test_strided_x(self, candidate: Candidate, dtype: str) -> None:
         spec = self.single()
         checkpoint, weight, bias = self.checkpoint(spec)

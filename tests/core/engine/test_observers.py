@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pegboard import Engine, Part, PluginError, SamplingParams, hookimpl
+from pegboard import ConfigError, Engine, Part, SamplingParams, hookimpl
 from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
 from pegboard.ops import TorchOps
 from pegboard.runner import LocalExecutor
@@ -369,5 +369,5 @@ def test_an_observer_with_a_misspelt_hook_is_refused(start: Callable[..., Engine
         @hookimpl
         def pegboard_step_dome(self) -> None: ...
 
-    with pytest.raises(PluginError, match=r"pegboard_step_dome.*pegboard_step_done"):
+    with pytest.raises(ConfigError, match=r"observers\[0\] = .*pegboard_step_dome.*pegboard_step_done"):
         start(Misspelt)

@@ -41,7 +41,9 @@ opening = SlotOpening(
 )
 row = RowPlan(id="r", slot=0, query=len(prompt), start=0, tokens=prompt, opening=opening)
 executor.launch(StepPlan(id=1, rows=(row,), tables=(SlotPages(slot=0, group=0, start=0, pages=(1,)),)))
+assert executor.flying == 1
 tokens = executor.retire(0).rows[0].tokens
+assert executor.flying == 0
 memory = executor.memory()
 executor.close()
 parts = {where: [part.name, part.plugin, part.distribution, part.options] for where, part in plan.parts.items()}

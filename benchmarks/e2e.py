@@ -1,4 +1,4 @@
-"""Serving at real sizes: ready time, TTFT, ITL and throughput of model shapes with random weights, beside vLLM's numbers.
+"""Serving at real sizes with random weights: ready time, TTFT, ITL and throughput, beside vLLM's numbers.
 
     python benchmarks/e2e.py [--model llama-8b --model qwen3-0.6b] [--json FILE] [--profile FOLDER]
 

@@ -65,6 +65,8 @@ def plan_memory(
     # Logits of every row, and the sampler's float64 work on them.
     logits = config.max_rows * spec.vocab_size * (size + 3 * 8)
     activations = config.max_step_tokens * spec.activation_width * size + logits
+    if device.type == "cuda" and config.cuda_graphs:
+        activations *= 2  # recorded steps have a pool of memory of their own
     available = int(device.free_bytes * (_CPU_SHARE if device.type == "cpu" else _CUDA_SHARE))
     left = max(available - weights - activations, 0)
     # What every row at its longest would fill.

@@ -16,6 +16,7 @@ from pegboard.contracts.scheduler import StepPlan, StepResult
 from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
 
+from . import step_memory
 from .loading import load_apart
 from .model_runner import ModelRunner, RunnerParts
 
@@ -63,6 +64,8 @@ class LocalExecutor(Executor):
         self._device = device
         self._threads = threads
         self._tickets: deque[Launched] = deque()
+        if device == "cpu":
+            step_memory.keep()
 
     @classmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
@@ -206,6 +209,8 @@ class LocalExecutor(Executor):
         self._runner = None
         self._tickets.clear()
         gc.collect()
-        if self._device != "cpu":
+        if self._device == "cpu":
+            step_memory.give_back()
+        else:
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()

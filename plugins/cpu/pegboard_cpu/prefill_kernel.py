@@ -28,15 +28,17 @@ from .vectors import (
     put,
     team_size,
     thread_number,
+    turning_tile,
 )
 
 #: Tokens of a unit, entries of a block, entries of a tile of scores, queries of a tile (what AVX2's registers hold).
-QUERIES: Final = 64
+QUERIES: Final = 32
 BLOCK: Final = 256
 PANEL: Final = 2 * WIDTH
 TILE: Final = 8 if WIDTH == 16 else 4
 _mix_many = mixing_tile(TILE, 2)
 _mix_one = mixing_tile(1, 2)
+_turn = turning_tile()
 
 #: R, K, G, D, S; q, out; cache of k, of v; query_start, kv_len; page_table, step of its rows; window (0:
 #: none), sinks (0: none), scratch, numbers of it a thread; scale, softcap (0: none)
@@ -50,23 +52,37 @@ def scratch_numbers(group: int, head_size: int) -> int:
 
 
 @inner()
-def _copy_block(
-    k: int, v: int, step: int, size: int, pages: int, page_size: int, start: int, stop: int, keys: int, values: int
-) -> None:
-    """Entries start .. stop - 1 of one head: k to keys [panel, D, PANEL], zeros where the last panel has no more
-    entries, and v to values [entry, D]."""
-    count = stop - start
-    for e in range(count):
-        at = start + e
-        place = (get_int(pages, at // page_size) * page_size + at % page_size) * step
-        column, source = keys + 4 * ((e // PANEL) * PANEL * size + e % PANEL), k + place
-        for d in range(size):
-            put(column, d * PANEL, get(source, d))
-        scale(v + place, size, numpy.float32(1), values + 4 * e * size)
-    for e in range(count, -(-count // PANEL) * PANEL):
+def _entry(pages: int, page_size: int, at: int, step: int) -> int:
+    """Where entry `at` of a row lies, in bytes from the first of the cache."""
+    return (get_int(pages, at // page_size) * page_size + at % page_size) * step  # type: ignore[no-any-return]
+
+
+@inner()
+def _copy_keys(k: int, step: int, size: int, pages: int, page_size: int, start: int, count: int, keys: int) -> None:
+    """`count` entries of one head to keys [panel, D, PANEL]; zeros where the last panel has no more entries."""
+    e = 0
+    while e < count:
         column = keys + 4 * ((e // PANEL) * PANEL * size + e % PANEL)
+        source = k + _entry(pages, page_size, start + e, step)
+        if e + WIDTH <= count and page_size % WIDTH == 0:
+            for d in range(0, size, WIDTH):
+                _turn(source + 4 * d, step, 0, 0, 0, column + 4 * d * PANEL, 4 * PANEL)
+            e += WIDTH
+        else:
+            for d in range(size):
+                put(column, d * PANEL, get(source, d))
+            e += 1
+    for rest in range(count, -(-count // PANEL) * PANEL):
+        column = keys + 4 * ((rest // PANEL) * PANEL * size + rest % PANEL)
         for d in range(size):
             put(column, d * PANEL, numpy.float32(0))
+
+
+@inner()
+def _copy_values(v: int, step: int, size: int, pages: int, page_size: int, start: int, count: int, values: int) -> None:
+    """`count` entries of one head to values [entry, D]"""
+    for e in range(count):
+        scale(v + _entry(pages, page_size, start + e, step), size, numpy.float32(1), values + 4 * e * size)
 
 
 @inner()
@@ -193,7 +209,8 @@ def _attend(
     start = first - first % BLOCK
     while start < last:
         stop = min(start + BLOCK, last)
-        _copy_block(k, v, step, size, pages, page_size, start, stop, keys, values)
+        _copy_keys(k, step, size, pages, page_size, start, stop - start, keys)
+        _copy_values(v, step, size, pages, page_size, start, stop - start, values)
         row = 0
         while row < rows:
             count = TILE if row + TILE <= rows else rows - row

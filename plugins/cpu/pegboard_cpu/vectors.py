@@ -250,6 +250,31 @@ def mixing_tile(rows: int, vectors: int) -> Callable[..., None]:
     return _tile(f"pegboard_mix_{rows}x{vectors}", body)
 
 
+def turning_tile() -> Callable[..., None]:
+    """tile(x, x_step, _, _, _, out, out_step): out[i] = the i-th numbers of x[0], x[1], ...; both WIDTH x WIDTH.
+    Addresses and steps as for products."""
+
+    def body(builder: Any, x: Any, x_step: Any, _w: Any, _w_step: Any, _size: Any, out: Any, out_step: Any) -> None:
+        rows = [builder.load(_at(builder, _plus(builder, x, x_step, row), _VECTOR), align=4) for row in range(WIDTH)]
+        half = WIDTH // 2
+        while half:
+            # Squares of 2 * half: the upper right quarter and the lower left one change places
+            upper = [lane if not lane & half else WIDTH + lane - half for lane in range(WIDTH)]
+            lower = [lane + half if not lane & half else WIDTH + lane for lane in range(WIDTH)]
+            for row in range(WIDTH):
+                if not row & half:
+                    pair = rows[row], rows[row + half]
+                    rows[row], rows[row + half] = (
+                        builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(_I32, WIDTH), lanes))
+                        for lanes in (upper, lower)
+                    )
+            half //= 2
+        for row, value in enumerate(rows):
+            builder.store(value, _at(builder, _plus(builder, out, out_step, row), _VECTOR), align=4)
+
+    return _tile("pegboard_turn", body)
+
+
 def _spread(builder: Any, number: Any) -> Any:
     one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
     mask = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)

@@ -1,9 +1,9 @@
 """What a step on a CPU frees is kept for the next one.
 
-A prompt of 512 tokens makes and drops some ten megabytes a layer. glibc returns a freed block to the system where it was
-mapped by itself, or where more than a threshold is free behind it, and the next layer pays for every page anew: 3 us
-for each on a virtual machine, a tenth of a small model's prefill. Both thresholds grow with the largest block that was
-mapped by itself and freed, up to 32 MiB; a block that nobody has written to costs nothing.
+A prompt of 512 tokens makes and drops some ten megabytes a layer. glibc returns a freed block to the system where it
+was mapped by itself, or where more than a threshold is free behind it, and the next layer pays for every page anew:
+3 us for each on a virtual machine, a tenth of a small model's prefill. Both thresholds grow with the largest block
+that was mapped by itself and freed, up to 32 MiB; a block that nobody has written to costs nothing.
 """
 
 from __future__ import annotations

@@ -256,7 +256,8 @@ def prefill(call: int) -> None:
         start, length = numpy.int64(get_int(query_start, row)), numpy.int64(get_int(kv_len, row))
         queries = numpy.int64(get_int(query_start, row + 1)) - start
         for query in range(0, queries, QUERIES):
-            tokens, place = min(QUERIES, queries - query), (start + query) * token_step
+            tokens = QUERIES if query + QUERIES < queries else queries - query
+            place = (start + query) * token_step
             for head in range(kv_heads):
                 # Later queries see more: to and fro, so that none of the threads has always the longer ones
                 turn, mine = unit // threads, unit % threads

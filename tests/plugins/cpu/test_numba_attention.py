@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -109,9 +110,7 @@ def test_a_prompt_may_be_cut_anywhere(monkeypatch: pytest.MonkeyPatch, window: i
     exact = torch.einsum("kgqe,ekd->qkgd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values).flatten(1, 2)
     torch.testing.assert_close(whole.double(), exact, rtol=2e-5, atol=2e-5)
     for threads, cuts in ((2, (0, 600)), (3, (0, 1, 34, 300, 555, 600)), (11, (0, 256, 600))):
-        parts = [
-            fill(threads, q[a:b], a, page_size, window=window) for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
+        parts = [fill(threads, q[a:b], a, page_size, window=window) for a, b in pairwise(cuts)]
         assert same_bits(torch.cat(parts), whole)
 
 

@@ -47,7 +47,7 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
-        from .vectors import HEAD_STEP, SCORES
+        from .tiles import HEAD_STEP, SCORES
 
         reasons = team.refusals()
         if need.device.type != "cpu":

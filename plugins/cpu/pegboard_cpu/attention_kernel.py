@@ -13,24 +13,8 @@ import numpy
 
 from .functions import exp
 from .softmax import exponentials, greatest, last_factor, scale
-from .vectors import (
-    HEAD_STEP,
-    LINE,
-    ROWS,
-    SCORES,
-    fetch,
-    get,
-    get_double,
-    get_int,
-    get_long,
-    inner,
-    kernel,
-    mixing_tile,
-    products_tile,
-    put,
-    team_size,
-    thread_number,
-)
+from .tiles import HEAD_STEP, ROWS, SCORES, mixing_tile, products_tile
+from .vectors import LINE, fetch, get, get_double, get_int, get_long, inner, kernel, put, team_size, thread_number
 
 #: Entries whose scores are computed before the running maximum is looked at. A multiple of SCORES.
 BLOCK: Final = 128

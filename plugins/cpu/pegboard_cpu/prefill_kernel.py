@@ -15,21 +15,8 @@ import numpy
 
 from .functions import exp
 from .softmax import exponentials, greatest, last_factor, scale
-from .vectors import (
-    HEAD_STEP,
-    WIDTH,
-    get,
-    get_double,
-    get_int,
-    get_long,
-    inner,
-    kernel,
-    mixing_tile,
-    put,
-    team_size,
-    thread_number,
-    turning_tile,
-)
+from .tiles import HEAD_STEP, mixing_tile, turning_tile
+from .vectors import WIDTH, get, get_double, get_int, get_long, inner, kernel, put, team_size, thread_number
 
 #: Tokens of a unit, entries of a block, entries of a tile of scores, queries of a tile (what AVX2's registers hold).
 QUERIES: Final = 32

@@ -16,6 +16,7 @@ from pegboard.contracts.scheduler import StepPlan, StepResult
 from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
 
+from . import step_memory
 from .loading import load_apart
 from .model_runner import ModelRunner
 from .step_shape import Limits
@@ -67,6 +68,8 @@ class LocalExecutor(Executor):
         #: Steps have a stream of their own: the default one can't be recorded, and other engines use it.
         self._stream = None if device == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._tickets: deque[Launched] = deque()
+        if device == "cpu":
+            step_memory.keep()
 
     @classmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
@@ -222,6 +225,8 @@ class LocalExecutor(Executor):
         self._runner = None
         self._tickets.clear()
         gc.collect()
-        if self._device != "cpu":
+        if self._device == "cpu":
+            step_memory.give_back()
+        else:
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Decode attention on a CPU in float32, compiled for it."""
+"""Attention on a CPU in float32, compiled for it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ class NumbaPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NumbaAttention(AttentionBackend[NumbaPlan]):
-    """Rows of few queries over K/V in the "nhd" order: nothing is gathered or copied. A row's bits do not depend on
-    its neighbours."""
+    """K/V in the "nhd" order; one kernel for prompts and one for decode rows, which reads entries where they lie. A
+    row's bits do not depend on its neighbours."""
 
     def __init__(self, need: AttentionNeed) -> None:
-        from . import attention_kernel as kernel
+        from . import attention_kernel, prefill_kernel
 
         self._page_size = need.page_size
-        self._attend = team.Kernel(kernel.attend, kernel.LAYOUT)
-        self._numbers = max(
-            kernel.scratch_numbers(layer.query_heads // layer.kv_heads, layer.head_size) for layer in need.layers
-        )
+        if need.phase == "prefill":
+            self._attend = team.Kernel(prefill_kernel.prefill, prefill_kernel.LAYOUT)
+            numbers = prefill_kernel.scratch_numbers
+        else:
+            self._attend = team.Kernel(attention_kernel.attend, attention_kernel.LAYOUT)
+            numbers = attention_kernel.scratch_numbers
+        self._numbers = max(numbers(layer.query_heads // layer.kv_heads, layer.head_size) for layer in need.layers)
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
-        from .vectors import HEAD_STEP, SCORES
+        from .tiles import HEAD_STEP, SCORES
 
         reasons = team.refusals()
         if need.device.type != "cpu":
@@ -53,8 +56,6 @@ class NumbaAttention(AttentionBackend[NumbaPlan]):
             reasons.append(f"computes in float32, not in {need.dtype}")
         if need.kv_dtype != "float32":
             reasons.append(f"reads K/V of float32 only, not {need.kv_dtype}")
-        if need.phase != "decode":
-            reasons.append("serves decode rows only: prompts are torch's")
         if need.ancestors:
             reasons.append("does not verify trees")
         if need.score_mass:

@@ -1,8 +1,8 @@
 """Attention of few queries a row over paged K/V, float32, read where they lie.
 
 A unit of work is one query token at one KV head, with the G = H / K query heads that share it. It walks over the
-entries in blocks: scores as products of register tiles, softmax with a running maximum (Milakov and Gimelshein 2018),
-weighted sum of V. Letters: T query tokens, R rows, H query heads, K KV heads, D head size, S page size.
+entries in blocks: scores as products of register tiles, softmax with a running maximum, weighted sum of V.
+Letters: T query tokens, R rows, H query heads, K KV heads, D head size, S page size.
 """
 
 from __future__ import annotations
@@ -12,25 +12,9 @@ from typing import Any, Final
 import numpy
 
 from .functions import exp
-from .vectors import (
-    FAST,
-    HEAD_STEP,
-    LINE,
-    ROWS,
-    SCORES,
-    fetch,
-    get,
-    get_double,
-    get_int,
-    get_long,
-    inner,
-    kernel,
-    mixing_tile,
-    products_tile,
-    put,
-    team_size,
-    thread_number,
-)
+from .softmax import exponentials, greatest, last_factor, scale
+from .tiles import HEAD_STEP, ROWS, SCORES, mixing_tile, products_tile
+from .vectors import LINE, fetch, get, get_double, get_int, get_long, inner, kernel, put, team_size, thread_number
 
 #: Entries whose scores are computed before the running maximum is looked at. A multiple of SCORES.
 BLOCK: Final = 128
@@ -83,36 +67,6 @@ def _fetch(entry: int, step: int, count: int, size: int) -> None:
             fetch(entry + e * step + line)
 
 
-@inner(fastmath=FAST)
-def _greatest(scores: int, count: int, softcap: Any, peak: Any) -> Any:
-    """Caps the scores; the greatest of them and `peak`."""
-    one, two = numpy.float32(1), numpy.float32(2)
-    if softcap > 0:
-        for e in range(count):
-            put(scores, e, softcap * (one - two / (exp(two * get(scores, e) / softcap) + one)))  # tanh
-    for e in range(count):
-        score = get(scores, e)
-        peak = score if score > peak else peak
-    return peak
-
-
-@inner(fastmath=FAST)
-def _exponentials(scores: int, count: int, peak: Any) -> Any:
-    """exp(scores - peak) in place; their sum."""
-    total = numpy.float32(0)
-    for e in range(count):
-        value = exp(get(scores, e) - peak)
-        put(scores, e, value)
-        total += value
-    return total
-
-
-@inner()
-def _scale(x: int, size: int, factor: Any, out: int) -> None:
-    for i in range(size):
-        put(out, i, get(x, i) * factor)
-
-
 @inner()
 def _attend(
     q: int,
@@ -155,12 +109,12 @@ def _attend(
         begin = start if start > first else first
         for g in range(group):
             row = scores + 4 * (g * BLOCK + begin - start)
-            peak = _greatest(row, stop - begin, softcap, get(peaks, g))
-            total = _exponentials(row, stop - begin, peak)
+            peak = greatest(row, stop - begin, softcap, get(peaks, g))
+            total = exponentials(row, stop - begin, peak)
             kept = exp(get(peaks, g) - peak)
             put(peaks, g, peak)
             put(totals, g, get(totals, g) * kept + total)
-            _scale(out + 4 * g * size, size, kept, out + 4 * g * size)
+            scale(out + 4 * g * size, size, kept, out + 4 * g * size)
         at = begin
         while at < stop:
             here, rest = page_size - at % page_size, stop - at
@@ -170,13 +124,8 @@ def _attend(
             at += count
         start = stop
     for g in range(group):
-        factor, total = numpy.float32(1), get(totals, g)
-        if sinks != 0:
-            peak, sink = get(peaks, g), get(sinks, g)
-            greater = sink if sink > peak else peak
-            factor = exp(peak - greater)
-            total = total * factor + exp(sink - greater)
-        _scale(out + 4 * g * size, size, factor / total, out + 4 * g * size)
+        factor = last_factor(get(peaks, g), get(totals, g), sinks, g)
+        scale(out + 4 * g * size, size, factor, out + 4 * g * size)
 
 
 @kernel
@@ -185,7 +134,7 @@ def attend(call: int) -> None:
     size, page_size, q, out = get_long(call, 3), get_long(call, 4), get_long(call, 5), get_long(call, 6)
     k, v, query_start, kv_len = get_long(call, 7), get_long(call, 8), get_long(call, 9), get_long(call, 10)
     table, table_step, window, sinks = get_long(call, 11), get_long(call, 12), get_long(call, 13), get_long(call, 14)
-    scale, softcap = numpy.float32(get_double(call, 17)), numpy.float32(get_double(call, 18))
+    factor, softcap = numpy.float32(get_double(call, 17)), numpy.float32(get_double(call, 18))
     threads, thread = numpy.int64(team_size()), numpy.int64(thread_number())
     unit, step = 0, 4 * kv_heads * size
     scratch = get_long(call, 15) + 4 * thread * get_long(call, 16)
@@ -205,7 +154,7 @@ def attend(call: int) -> None:
                     put(out + place, i, numpy.float32(0))
                 if length == 0 or end <= first:
                     continue
-                _scale(q + place, group * size, scale, scaled)
+                scale(q + place, group * size, factor, scaled)
                 own_sinks = sinks + 4 * head * group if sinks != 0 else 0
                 shift = 4 * head * size
                 _attend(

@@ -22,7 +22,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             role="attention",
             name="numba",
             factory="pegboard_cpu.attention:NumbaAttention",
-            summary="Decode attention compiled for this CPU, float32: reads the pages where they lie",
+            summary="Attention compiled for this CPU, float32: reads the pages where they lie",
             requires=("numba",),
             install='pip install "pegboard[cpu]"',
             devices=("cpu",),

@@ -28,7 +28,8 @@ class NumbaOps(TorchOps):
     def __init__(self, batch_invariant: bool) -> None:
         from . import project_kernel, rope_kernel, row_kernels
         from .functions import ACTIVATIONS
-        from .vectors import FEATURES, WIDTH
+        from .tiles import FEATURES
+        from .vectors import WIDTH
 
         self._activations, self._width, self._features = ACTIVATIONS, WIDTH, FEATURES
         self._project = team.Kernel(project_kernel.project, project_kernel.LAYOUT)

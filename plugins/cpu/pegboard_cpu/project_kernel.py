@@ -10,20 +10,8 @@ from typing import Any, Final
 import numpy
 
 from .functions import GELU_TANH, SILU, gelu, gelu_tanh, silu
-from .vectors import (
-    FAST,
-    FEATURES,
-    ROWS,
-    get,
-    get_double,
-    get_long,
-    inner,
-    kernel,
-    products_tile,
-    put,
-    team_size,
-    thread_number,
-)
+from .tiles import FEATURES, ROWS, products_tile
+from .vectors import FAST, get, get_double, get_long, inner, kernel, put, team_size, thread_number
 
 #: How many tiles ahead weights are fetched: about 13 KiB at 576 input features.
 _AHEAD: Final = 6 // FEATURES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ NEED = AttentionNeed(
     max_rows=8,
     max_length=512,
 )
+PREFILL = replace(NEED, phase="prefill", max_query=512)
 LENGTHS = (5, 129, 1, 400)
 
 
@@ -71,6 +73,47 @@ def test_threads_and_neighbours_do_not_change_a_bit(monkeypatch: pytest.MonkeyPa
     assert same_bits(mix(2, step(LENGTHS[:2]), q[:2]), alone[:2])
 
 
+def fill(threads: int, q: torch.Tensor, first: int, page_size: int = 16, **facts: Any) -> torch.Tensor:
+    """One row's queries `first` and on, which see entries up to their own."""
+    layer = replace(LAYER, **facts)
+    need = replace(PREFILL, page_size=page_size, layers=(layer,))
+    backend, before = NumbaAttention.create(need, None), torch.get_num_threads()
+    cache, tokens = cache_of(), q.shape[0]
+    tensors = {name: tensor.view(-1, page_size, 2, 64) for name, tensor in cache.tensors.items()}
+    rows = Rows(
+        query_start=torch.tensor([0, tokens], dtype=torch.int32),
+        kv_len=torch.tensor([first + tokens], dtype=torch.int32),
+        page_table=torch.arange(len(tensors["k"]), dtype=torch.int32)[None],
+        row_slot=torch.zeros(1, dtype=torch.int64),
+        ancestors=None,
+        bounds=Bounds(rows=1, tokens=tokens, max_query=tokens, min_query=tokens, max_kv=first + tokens),
+    )
+    torch.set_num_threads(threads)
+    try:
+        plan = backend.plan(rows, layer, {})
+        return backend.forward(q, None, None, replace(cache, page_size=page_size, tensors=tensors), plan)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_prompt_may_be_cut_anywhere(monkeypatch: pytest.MonkeyPatch, window: int | None, page_size: int) -> None:
+    """Threads and chunks do not change a bit; pages may be shorter than a vector."""
+    monkeypatch.setattr("pegboard_cpu.attention._ENOUGH", 1)
+    q = normal(600, 6, 64, seed=2).float()
+    whole = fill(1, q, 0, window=window)
+    keys, values = (x.flatten(0, 1)[:600].double() for x in cache_of().tensors.values())
+    scores = torch.einsum("qkgd,ekd->kgqe", q.double().view(600, 2, 3, 64), keys) * LAYER.scale
+    seen = torch.ones(600, 600, dtype=torch.bool).tril()
+    seen = seen if window is None else seen.triu(1 - window)
+    exact = torch.einsum("kgqe,ekd->qkgd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values).flatten(1, 2)
+    torch.testing.assert_close(whole.double(), exact, rtol=2e-5, atol=2e-5)
+    for threads, cuts in ((2, (0, 600)), (3, (0, 1, 34, 300, 555, 600)), (11, (0, 256, 600))):
+        parts = [fill(threads, q[a:b], a, page_size, window=window) for a, b in pairwise(cuts)]
+        assert same_bits(torch.cat(parts), whole)
+
+
 def test_threads_are_worth_their_while() -> None:
     backend, before = NumbaAttention.create(NEED, None), torch.get_num_threads()
     torch.set_num_threads(4)
@@ -84,7 +127,6 @@ def test_threads_are_worth_their_while() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"phase": "prefill"}, "serves decode rows only"),
         ({"dtype": "float64"}, "computes in float32, not in float64"),
         ({"kv_dtype": "int8"}, "reads K/V of float32 only, not int8"),
         ({"ancestors": True}, "does not verify trees"),
@@ -96,8 +138,10 @@ def test_threads_are_worth_their_while() -> None:
 )
 def test_refusals(change: dict[str, Any], reason: str) -> None:
     assert not NumbaAttention.refusals(NEED, None)
-    [found] = NumbaAttention.refusals(replace(NEED, **change), None)
-    assert reason in found
+    assert not NumbaAttention.refusals(PREFILL, None)
+    for phase in ("prefill", "decode"):
+        [found] = NumbaAttention.refusals(replace(NEED, phase=phase, **change), None)
+        assert reason in found
 
 
 def test_wrong_calls_are_named() -> None:

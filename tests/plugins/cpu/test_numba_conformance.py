@@ -17,4 +17,4 @@ class TestNumbaOps(OpsSuite):
 
 class TestNumbaAttention(AttentionSuite):
     part = NumbaAttention
-    phases = ("decode",)
+    phases = ("prefill", "decode")

@@ -16,7 +16,7 @@ from pegboard_cpu import manifest
 
 PROMPTS = [[3 + (7 * i * j) % 190 for j in range(length)] for i, length in enumerate((1, 40, 5, 17, 2, 90), start=1)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-TORCH = {"ops": "torch", "decode_attention": "torch", "dtype": "float64"}
+TORCH = {"ops": "torch", "attention": "torch", "decode_attention": "torch", "dtype": "float64"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_auto_takes_them_and_the_ids_are_float64_s(
     settings: dict[str, Any] = {"device": "cpu", "max_rows": 4, "max_length": 256, "max_step_tokens": 32}
     engine = make_engine(path, plugins=plugins, quantizer={"use": "none"}, **settings)
     chosen = {role: engine.plan.parts[role].name for role in ("ops", "attention", "decode_attention")}
-    assert chosen == {"ops": "numba", "attention": "torch", "decode_attention": "numba"}
+    assert chosen == {"ops": "numba", "attention": "numba", "decode_attention": "numba"}
     found = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
     exact = make_engine(path, **TORCH, **settings)
     assert found == [output.token_ids for output in exact.generate(PROMPTS, GREEDY)]

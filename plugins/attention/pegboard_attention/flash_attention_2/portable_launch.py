@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from .portable import portable_forward
@@ -12,7 +13,9 @@ from .tiling import padded_width
 
 def launch(call: Forward) -> None:
     mixing, entries, q = call.mixing, call.entries, _last_contiguous(call.q)
-    k, v = _last_contiguous(entries.k), _last_contiguous(entries.v)
+    k, v, k_scale, v_scale = entries.k, entries.v, entries.k_scale, entries.v_scale
+    if k_scale is None:
+        k, v = _last_contiguous(k), _last_contiguous(v)
     sizes = call.tiling
     heads = mixing.packed_heads(sizes.rows)
     groups = mixing.query_heads // heads
@@ -40,6 +43,10 @@ def launch(call: Forward) -> None:
         mixing.reach,
         groups,
         groups // mixing.kv_heads,
+        k_scale,
+        v_scale,
+        0 if k_scale is None else k_scale.stride(0),
+        0 if k_scale is None else k_scale.stride(2),
         ROWS=sizes.rows,
         BLOCK=sizes.block,
         PAGE=entries.page_size,
@@ -51,6 +58,8 @@ def launch(call: Forward) -> None:
         SINKS=call.sinks is not None,
         LSE=call.lse is not None,
         HEAD_SIZE=mixing.head_size,
+        FORMAT=entries.format,
+        ASSEMBLY=not triton.knobs.runtime.interpret,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )

@@ -55,12 +55,18 @@ class Mixing:
 @dataclass(frozen=True)
 class Entries:
     """K and V. Paged: k and v [pages, S, K, D] in any strides but the last, table [R, P] int32. Side by side: k and v
-    [1, entries, K, D], starts [R] int32: where each row's entries begin."""
+    [1, entries, K, D], starts [R] int32: where each row's entries begin.
+
+    Quantized: k and v are bytes in pages, v with the entries of a page side by side (stride 1); scales [pages, S, K]
+    float32, of the same strides; `format` is the FORMAT of `widening.widen`."""
 
     k: Tensor
     v: Tensor
     table: Tensor | None = None
     starts: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    format: int = 0
 
     @property
     def page_size(self) -> int:

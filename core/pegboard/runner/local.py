@@ -120,7 +120,7 @@ class LocalExecutor(Executor):
             pages=made.pages,
             slots=survey.config.max_rows,
             max_length=made.max_length,
-            page_size=survey.config.page_size,
+            page_size=made.page_size,
             device=device,
             vocab_limit=made.vocab_limit,
             decode_width=needs.scheduler.decode_width,

@@ -106,7 +106,6 @@ class RowShape:
     chunks: int
     #: Rows of the weight a program takes
     block: int
-    warps: int = 4
 
 
 def row_shape(outputs: int, inputs: int, paired: bool) -> RowShape | None:
@@ -162,7 +161,7 @@ def launch_row(
         RESIDUAL=residual is not None,
         EVEN=inputs % shape.chunk == 0 and features % made == 0,
         PDL=launcher.pdl,
-        num_warps=shape.warps,
+        num_warps=4,
         **launcher.options,
     )
     return out

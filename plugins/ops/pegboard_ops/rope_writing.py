@@ -20,10 +20,10 @@ from .value_writing import launch_value_write
 #: Layout name -> how it is written: as it is, in offset binary, as e4m3 bits.
 _FORMATS: Final = {"nhd": 0, "hnd-int8": 1, "hnd-float8_e4m3fn": 2}
 _NAMES: Final = {"nhd": ("k", "v")} | dict.fromkeys(("hnd-int8", "hnd-float8_e4m3fn"), ("k", "v", "k_scale", "v_scale"))
-#: (heads a program, warps) of launches of few and of many tokens
-_FEW, _MANY = (8, 4), (16, 4)
-#: Tokens from which on turned values have a launch of their own.
-_APART = 64
+#: Heads a program: of many tokens without norms more, which costs fewer registers there than it saves launches.
+_HEADS, _MANY_HEADS = 8, 16
+#: Tokens from which on turned values have a launch of their own. Fewer are of decode rows, each in another page.
+_APART = 256
 
 
 def can_write(layout: KVLayout) -> bool:
@@ -227,7 +227,7 @@ def launch_rope_write(
     if form:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     apart = bool(form) and tokens >= _APART
-    block, warps = _MANY if tokens >= 1024 else _FEW
+    block = _MANY_HEADS if tokens >= 1024 and q_norm is None and k_norm is None else _HEADS
     rotate_and_write[(tokens, triton.cdiv(query_heads + (1 if apart else 2) * kv_heads, block))](
         qkv,
         positions,
@@ -262,7 +262,7 @@ def launch_rope_write(
         FORMAT=form,
         VALUES=not apart,
         PDL=launcher.pdl,
-        num_warps=warps,
+        num_warps=4,
         **launcher.options,
     )
     if apart:

@@ -266,15 +266,15 @@ def test_rope_write(
 
 @RUNS
 @pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("tokens", [4, 76])
+@pytest.mark.parametrize("tokens", [4, 300])
 def test_quantized_write(ops: Any, form: str, tokens: int) -> None:
     """Of many tokens the values have a launch of their own; most follow each other in their page."""
     h, k, d, page = 4, 2, 24, 16
     sizes = torch.tensor([[1e-3], [1.0], [300.0], [0.0]], device=DEVICE).half().repeat(tokens // 4, 1)
     qkv = random(tokens, (h + 2 * k) * d) * sizes
-    places = [17, 95, 3, 40] if tokens == 4 else [*range(20, 90), 7, 95, 11, 0, 1, 19]
+    places = [17, 95, 3, 40] if tokens == 4 else [*range(20, 310), 7, 319, 11, 0, 1, 19, 315, 5, 2, 312]
     index = torch.tensor(places, device=DEVICE)
-    cache = make_cache(k, d, "", page, form=form)
+    cache = make_cache(k, d, "", page, pages=6 if tokens == 4 else 20, form=form)
     assert ops.writes(cache.layout)
     ops.rope_write(qkv, (h, k, d), torch.zeros(tokens, dtype=torch.int64, device=DEVICE), None, cache, index)
     inside, pages = index % page, index // page
@@ -291,9 +291,10 @@ def test_quantized_write(ops: Any, form: str, tokens: int) -> None:
             # a half of the last of four bits, or of the smallest step
             allowed = (right.abs() / 16 * 1.001).maximum(scale[..., None] * 2.0**-10 * 1.001)
             assert (held * scale[..., None] - right).abs().le(allowed).all()
-    untouched = torch.ones(96, dtype=torch.bool)
+    untouched = torch.ones(page * cache.tensors["k"].shape[0], dtype=torch.bool)
     untouched[index.cpu()] = False
-    assert not cache.tensors["k_scale"].transpose(1, 2).reshape(96, k).cpu()[untouched].any()
+    for name in ("k_scale", "v_scale"):
+        assert not cache.tensors[name].transpose(1, 2).reshape(-1, k).cpu()[untouched].any()
 
 
 @RUNS

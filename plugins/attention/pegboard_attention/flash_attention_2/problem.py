@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -86,3 +86,40 @@ class Forward:
     out: Tensor
     lse: Tensor | None = None
     sinks: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """Query heads side by side in a tile."""
+        return self.mixing.packed_heads(self.tiling.rows)
+
+    @property
+    def groups(self) -> int:
+        return self.mixing.query_heads // self.heads
+
+    # What both kernels take, in their order
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """lse, sinks, page table, starts, tiles and their count; anything in place of those that are not used."""
+        entries, nothing = self.entries, self.schedule.count
+        given = (self.lse, self.sinks, entries.table, entries.starts)
+        return (*(nothing if x is None else x for x in given), self.schedule.tiles, self.schedule.count)
+
+    def numbers(self) -> tuple[float, ...]:
+        mixing, table = self.mixing, self.entries.table
+        strides = (0 if table is None else table.stride(0), self.q.shape[0])
+        return (*strides, *mixing.exponents, mixing.reach, self.groups, self.groups // mixing.kv_heads)
+
+    def constants(self) -> dict[str, Any]:
+        mixing = self.mixing
+        return {
+            "BLOCK": self.tiling.block,
+            "PAGE": self.entries.page_size,
+            "HEADS": self.heads,
+            "CAUSAL": mixing.causal,
+            "WINDOW": mixing.window is not None,
+            "SOFTCAP": mixing.softcap is not None,
+            "SINKS": self.sinks is not None,
+            "LSE": self.lse is not None,
+            "HEAD_SIZE": mixing.head_size,
+            "num_warps": self.tiling.warps,
+        }

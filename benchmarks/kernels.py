@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ PREFILL = {
 Rows = list[dict[str, Any]]
 
 
-def measure() -> dict[str, Any]:
-    """{"prefill": rows, "decode": rows, "ops": rows}, as their scripts give them, with device, versions and date."""
+def measure(path: Path) -> None:
+    """Writes {"ops": rows, "decode": rows, "prefill": rows}, as their scripts give them, with device, versions and
+    date; after each, so that a run that is cut short leaves what it had."""
     import attention_decode
     import attention_prefill
     import ops
@@ -45,14 +47,20 @@ def measure() -> dict[str, Any]:
         "triton": triton.__version__,
         "read_ceiling_gb_s": READ_CEILING,
     }
+    runs: dict[str, Callable[[], Rows]] = {
+        "ops": ops.run,
+        "decode": lambda: attention_decode.run([64], ["bfloat16", "int8", "float8_e4m3fn"]),
+        "prefill": lambda: attention_prefill.run(turns=2, milliseconds=60),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode():
-        found["ops"] = ops.run()
-        print_table(found["ops"])
-        found["decode"] = attention_decode.run([64], ["bfloat16", "int8", "float8_e4m3fn"])
-        print_table(found["decode"])
-        found["prefill"] = attention_prefill.run(turns=2, milliseconds=60)
-        print(attention_prefill.table(found["prefill"]), flush=True)
-    return found
+        for name, run in runs.items():
+            found[name] = run()
+            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            if name == "prefill":
+                print(attention_prefill.table(found[name]), flush=True)
+            else:
+                print_table(found[name])
 
 
 def plot(record: dict[str, Any], folder: Path) -> list[Path]:
@@ -139,10 +147,8 @@ def main() -> None:
         for path in plot(json.loads(chosen.plot.read_text(encoding="utf-8")), chosen.images):
             print(path)
         return
-    record = measure()
-    chosen.results.mkdir(parents=True, exist_ok=True)
     path = chosen.results / f"kernels-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    measure(path)
     print(path)
 
 

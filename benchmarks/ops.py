@@ -132,8 +132,23 @@ def measured(op: str, shape: str, size: int, copy: float, error: float, *calls: 
     return row | ({"compiled us": microseconds(calls[2])} if len(calls) > 2 else {})
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def compiled_norm(norm: Norm) -> Callable[..., Tensor]:
+    weight, eps = norm.weight, norm.eps
+
+    def plain(x: Tensor, residual: Tensor) -> Tensor:
+        return residual + functional.rms_norm(x, weight.shape, weight, eps)
+
+    fused = torch.compile(plain, dynamic=False, fullgraph=True)
+    return lambda x, norm, residual: fused(x, residual)
+
+
+def compiled_gated() -> Callable[..., Tensor]:
+    def plain(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    fused = torch.compile(plain, dynamic=False, fullgraph=True)
+    return lambda x, activation: fused(x)
 
 
 def elementwise(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str, Any]]:
@@ -144,9 +159,8 @@ def elementwise(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str
             size = tokens * hidden * 6
             pairs = [(random(tokens, hidden), random(tokens, hidden)) for _ in range(copies_for(size))]
             functions = [ours.norm, torchs.norm]
-            if tokens >= 2048:
-                weight, eps = norm.weight, norm.eps
-                functions.append(compiled(lambda x, _, r, w=weight, e=eps: r + functional.rms_norm(x, w.shape, w, e)))
+            if tokens > 2048:
+                functions.append(compiled_norm(norm))
             calls = [[partial(function, x, norm, residual) for x, residual in pairs] for function in functions]
             error = relative_error(calls[0][0](), calls[1][0]())
             rows.append(measured("norm + add", f"{tokens} x {hidden}", size, copy, error, *calls))
@@ -156,7 +170,7 @@ def elementwise(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str
             xs = [random(tokens, width) for _ in range(copies_for(size))]
             functions = [ours.gated, torchs.gated]
             if tokens >= 2048:
-                functions.append(compiled(lambda x, _: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]))
+                functions.append(compiled_gated())
             calls = [[partial(function, x, "silu") for x in xs] for function in functions]
             error = relative_error(calls[0][0](), calls[1][0]())
             rows.append(measured("gated", f"{tokens} x {width}", size, copy, error, *calls))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from pegboard import SamplingParams  # noqa: E402
 from pegboard.contracts.attention import AttentionLayer, AttentionNeed  # noqa: E402
 from pegboard.contracts.batch import Bounds, Rows  # noqa: E402
 from pegboard.contracts.device import DeviceFacts  # noqa: E402
 from pegboard.dtypes import torch_dtype  # noqa: E402
 from pegboard.testing.oracles import paged  # noqa: E402
-from pegboard.testing.tiny import tiny_model  # noqa: E402
 from pegboard_attention.flash_attention_2 import hopper_launch  # noqa: E402
 from pegboard_attention.flash_attention_2.backend import FlashAttention2  # noqa: E402
 from pegboard_attention.flash_attention_2.options import FlashAttention2Options  # noqa: E402
@@ -183,25 +180,3 @@ class TestOnGpu:
         graph.replay()
         truth = step.truth()
         assert (out.cpu().double() - truth).norm() / truth.norm() < 8e-3
-
-    @pytest.mark.supports("Quantization", "an engine with an 8-bit K/V cache, on an NVIDIA GPU")
-    @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-    def test_an_engine_is_as_right_as_with_a_full_cache(
-        self, tmp_path: Path, make_engine: Callable[..., Any], kv: str, architecture: str
-    ) -> None:
-        """Log-probabilities of given prompts: what eight bits cost is small, and the parts choose themselves."""
-        extra = {} if architecture == "llama" else {"head_dim": 16, "sliding_window": 20}
-        path = tiny_model(tmp_path / "m", architecture=architecture, std=0.1, seed=5, **extra)
-        prompts = [list(range(3, 83)), [1, 17, 42, 200, 3, 99, 99, 140, 7, 56, 23], [9] * 40]
-        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-        found = []
-        for kv_dtype in ("auto", kv):
-            engine = make_engine(
-                path, device="cuda", dtype="bfloat16", kv_dtype=kv_dtype, max_rows=4, kv_memory="64MiB"
-            )
-            assert engine.plan.parts["attention"].name == "flash_attention_2"
-            assert engine.plan.parts["decode_attention"].name == "flash_decoding"
-            outputs = [output.raise_for_error() for output in engine.generate(prompts, sampling)]
-            found.append([entry.logprob for output in outputs for entry in output.completions[0].logprobs[:1]])
-            engine.close()
-        assert found[0] == pytest.approx(found[1], abs=0.1)

@@ -24,7 +24,7 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles noth
 on_gpu = [pytest.mark.gpu, compiled]
 
 
-@pytest.mark.supports("Quantization", "8-bit K/V caches in prefill (part flash_attention_2)")
+@pytest.mark.supports("Attention", "INT8 and FP8 K/V caches, prefill (part flash_attention_2)")
 @compiled
 def test_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

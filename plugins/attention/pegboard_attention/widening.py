@@ -1,3 +1,5 @@
+# Kernels are compiled by Triton: they are no typed Python
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Bytes of a quantized cache as numbers, inside kernels. See `quantized_kv` for what they stand for."""
 
 from __future__ import annotations

@@ -173,8 +173,9 @@ def _entries(cache: LayerCache, table: Tensor, form: int) -> Entries:
     if not form:
         return Entries(k, v, table=table)
     k, v = (x.view(torch.uint8) for x in (k, v))  # kernels widen eight-bit formats themselves
-    scales = (cache.tensors[name].transpose(1, 2) for name in ("k_scale", "v_scale"))
-    return Entries(k.transpose(1, 2), v.permute(0, 3, 1, 2), table, None, *scales, format=form)
+    k_scale, v_scale = (cache.tensors[name].transpose(1, 2) for name in ("k_scale", "v_scale"))
+    turned = v.permute(0, 3, 1, 2)
+    return Entries(k.transpose(1, 2), turned, table=table, k_scale=k_scale, v_scale=v_scale, format=form)
 
 
 def _options(options: Any) -> FlashAttention2Options:

@@ -5,7 +5,8 @@
 32 query and 8 KV heads of 128, causal, bfloat16, 16k tokens in all. TFLOP/s count half of all scores: 4 * b * s^2 * H *
 D / 2 operations. Times are medians of `triton.testing.do_bench`, long enough for the clock to settle, with cold L2;
 candidates take turns, so that a chip that warms up is unfair to none. `error` is the norm of the difference from
-attention in float64 over its norm, for a few heads. SDPA gets contiguous K/V; pages are shuffled.
+attention in float64 over its norm, for a few heads. SDPA gets contiguous K/V; pages are shuffled. INT8 pages hold the
+same numbers, so their `error` is mostly that of eight bits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from pegboard.contracts.attention import AttentionLayer, AttentionNeed, LayerCache
+from pegboard.contracts.batch import Bounds, Rows
+from pegboard.contracts.device import DeviceFacts
+from pegboard_attention.flash_attention_2.backend import FlashAttention2
 from pegboard_attention.flash_attention_2.paths import choose_path
 from pegboard_attention.flash_attention_2.problem import Entries, Forward, Mixing
 from pegboard_attention.flash_attention_2.schedule import make_schedule
@@ -50,6 +55,7 @@ def candidates(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Candidate]:
         made[f"pegboard, pages of {page_size}"] = _ours(q, _paged(k, v, page_size))
     batch, length = q.shape[:2]
     starts = torch.arange(batch, dtype=torch.int32, device=q.device) * length
+    made["pegboard, int8, pages of 64"] = _eight_bit(q, k, v, 64)
     made["pegboard, side by side"] = _ours(q, Entries(k.flatten(0, 1)[None], v.flatten(0, 1)[None], starts=starts))
     return made
 
@@ -96,6 +102,59 @@ def _ours(q: Tensor, entries: Entries) -> Candidate:
     return Candidate(lambda: path.launch(call), result)
 
 
+def _eight_bit(q: Tensor, k: Tensor, v: Tensor, page_size: int) -> Candidate:
+    """The part as an engine calls it, over INT8 pages."""
+    batch, length = q.shape[:2]
+    layer = AttentionLayer(query_heads=32, kv_heads=8, head_size=128, scale=MIXING.scale)
+    device = DeviceFacts(type="cuda", capability=torch.cuda.get_device_capability())
+    need = AttentionNeed(
+        device=device,
+        dtype="bfloat16",
+        kv_dtype="int8",
+        page_size=page_size,
+        layers=(layer,),
+        phase="prefill",
+        max_query=length,
+        max_rows=batch,
+        max_length=max(length, TOKENS),
+    )
+    backend = FlashAttention2.create(need, None)
+    paged = _paged(k, v, page_size)
+    tensors = {}
+    for name, pages in (("k", paged.k), ("v", paged.v)):
+        scale = pages.abs().amax(-1, keepdim=True).float() / 127
+        codes = (pages / scale).round().add(128).to(torch.uint8)
+        tensors[name] = codes.permute(0, 2, 1, 3) if name == "k" else codes.permute(0, 2, 3, 1)
+        tensors[f"{name}_scale"] = scale[..., 0].transpose(1, 2)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    layout = FlashAttention2.layouts(need, layer, None)[0]
+    cache = LayerCache(layout=layout, group=0, page_size=page_size, tensors=tensors)
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    rows = Rows(
+        query_start=steps * length,
+        kv_len=torch.full((batch,), length, dtype=torch.int32, device=q.device),
+        page_table=paged.table,
+        row_slot=steps.long()[1:],
+        ancestors=None,
+        bounds=Bounds(rows=batch, tokens=batch * length, max_query=length, min_query=length, max_kv=length),
+    )
+    workspace = {s.name: torch.empty(s.shape, dtype=torch.bfloat16, device=q.device) for s in backend.workspace()}
+    plan = backend.plan(rows, layer, workspace)
+    flat = q.flatten(0, 1)
+
+    def launch() -> Tensor:
+        return backend.forward(flat, None, None, cache, plan)
+
+    return Candidate(launch, lambda: launch().view(q.shape))
+
+
+def matmul_ceiling(milliseconds: int = 100) -> float:
+    """TFLOP/s of cuBLAS at 8192^3 in bfloat16, timed like the rest."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    time = triton.testing.do_bench(lambda: a @ b, rep=milliseconds, return_mode="median")
+    return 2 * 8192**3 / time / 1e9
+
+
 def truth(q: Tensor, k: Tensor, v: Tensor, row: int, head: int) -> Tensor:
     """[s, D] in float64"""
     shared = head // (MIXING.query_heads // MIXING.kv_heads)
@@ -111,8 +170,10 @@ def truth(q: Tensor, k: Tensor, v: Tensor, row: int, head: int) -> Tensor:
 
 
 def run(lengths: Sequence[int] = LENGTHS, turns: int = 2, milliseconds: int = 100) -> list[dict[str, Any]]:
-    """One record a length and candidate: length, name, tflops (median), seconds (of each turn), error."""
+    """One record a length and candidate: length, name, tflops (median), of matmul (share of cuBLAS at 8192^3), seconds
+    (of each turn), error."""
     records = []
+    ceiling = matmul_ceiling(milliseconds)
     torch.manual_seed(0)
     for length in lengths:
         batch = max(1, TOKENS // length)
@@ -134,7 +195,14 @@ def run(lengths: Sequence[int] = LENGTHS, turns: int = 2, milliseconds: int = 10
         for name, seconds in times.items():
             tflops = work / median(seconds) / 1e12
             records.append(
-                {"length": length, "name": name, "tflops": tflops, "seconds": seconds, "error": errors[name]}
+                {
+                    "length": length,
+                    "name": name,
+                    "tflops": tflops,
+                    "of matmul": tflops / ceiling,
+                    "seconds": seconds,
+                    "error": errors[name],
+                }
             )
     return records
 

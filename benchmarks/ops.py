@@ -5,12 +5,14 @@
 Every work rotates over buffers so that the L2 is cold. `of ceiling`: the bytes that the work must move over its time,
 as a share of the streaming-read ceiling for products, of a copy measured in the same run for the rest. A `chain` is a
 decoder layer's four products with their norms, activation and residuals. Errors are against float64 for products, else
-against torch's ops: a few roundings of bfloat16 (4e-3) are as good as it gets.
+against torch's ops: a few roundings of bfloat16 (4e-3) are as good as it gets. `compiled`: the reference
+through torch.compile, for large shapes only, since each takes seconds to compile.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from gpu_timing import READ_CEILING, Call, copies_for, microseconds, print_table, relative_error, write_results
 from torch import Tensor
+from torch.nn import functional
 
 from pegboard.contracts.attention import KVLayout, LayerCache
 from pegboard.contracts.device import DeviceFacts, TensorSpec
@@ -116,9 +119,9 @@ def chains(ours: TritonOps, torchs: TorchOps) -> list[dict[str, Any]]:
 
 
 def measured(op: str, shape: str, size: int, copy: float, error: float, *calls: list[Call]) -> dict[str, Any]:
-    """`calls`: ours, then torch's"""
+    """`calls`: ours, then torch's, then perhaps those through torch.compile"""
     time = microseconds(calls[0])
-    return {
+    row = {
         "op": op,
         "shape": shape,
         "us": time,
@@ -126,6 +129,26 @@ def measured(op: str, shape: str, size: int, copy: float, error: float, *calls: 
         "error": error,
         "torch us": microseconds(calls[1]),
     }
+    return row | ({"compiled us": microseconds(calls[2])} if len(calls) > 2 else {})
+
+
+def compiled_norm(norm: Norm) -> Callable[..., Tensor]:
+    weight, eps = norm.weight, norm.eps
+
+    def plain(x: Tensor, residual: Tensor) -> Tensor:
+        return residual + functional.rms_norm(x, weight.shape, weight, eps)
+
+    fused = torch.compile(plain, dynamic=False, fullgraph=True)
+    return lambda x, norm, residual: fused(x, residual)
+
+
+def compiled_gated() -> Callable[..., Tensor]:
+    def plain(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    fused = torch.compile(plain, dynamic=False, fullgraph=True)
+    return lambda x, activation: fused(x)
 
 
 def elementwise(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str, Any]]:
@@ -135,14 +158,20 @@ def elementwise(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str
         for tokens in (1, 64, 2048, 32768 * 1024 // hidden):
             size = tokens * hidden * 6
             pairs = [(random(tokens, hidden), random(tokens, hidden)) for _ in range(copies_for(size))]
-            calls = [[partial(o.norm, x, norm, residual) for x, residual in pairs] for o in (ours, torchs)]
+            functions = [ours.norm, torchs.norm]
+            if tokens > 2048:
+                functions.append(compiled_norm(norm))
+            calls = [[partial(function, x, norm, residual) for x, residual in pairs] for function in functions]
             error = relative_error(calls[0][0](), calls[1][0]())
             rows.append(measured("norm + add", f"{tokens} x {hidden}", size, copy, error, *calls))
     for width in (2 * 3072, 2 * 14336):
         for tokens in (1, 64, 8192 if width < 10000 else 2048):
             size = tokens * width * 3
             xs = [random(tokens, width) for _ in range(copies_for(size))]
-            calls = [[partial(o.gated, x, "silu") for x in xs] for o in (ours, torchs)]
+            functions = [ours.gated, torchs.gated]
+            if tokens >= 2048:
+                functions.append(compiled_gated())
+            calls = [[partial(function, x, "silu") for x in xs] for function in functions]
             error = relative_error(calls[0][0](), calls[1][0]())
             rows.append(measured("gated", f"{tokens} x {width}", size, copy, error, *calls))
     table = random(128256, 4096)
@@ -172,6 +201,14 @@ def make_cache(heads: int, size: int, page: int, pages: int, form: str) -> Layer
     return LayerCache(layout=KVLayout(name=form, tensors=specs), group=0, page_size=page, tensors=tensors)
 
 
+def prompt_entries(tokens: int, pages: int = 4096, page: int = 64) -> Tensor:
+    """Where tokens are written: a prompt from the middle of a page on, or a token each of many rows."""
+    if tokens <= 64:
+        return torch.randperm(pages * page, device="cuda")[:tokens]
+    entry = torch.arange(5, 5 + tokens, device="cuda")
+    return torch.randperm(pages, device="cuda")[entry // page] * page + entry % page
+
+
 def rope_writes(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str, Any]]:
     """torch's writes plain pages also where ours quantizes."""
     rows = []
@@ -186,7 +223,7 @@ def rope_writes(ours: TritonOps, torchs: TorchOps, copy: float) -> list[dict[str
             calls: list[list[Call]] = []
             for ops, kind in ((ours, form), (torchs, "nhd")):
                 cache = make_cache(8, 128, 64, 4096, kind)
-                index = [torch.randperm(4096 * 64, device="cuda")[:tokens] for _ in qkvs]
+                index = [prompt_entries(tokens) for _ in qkvs]
                 calls.append(
                     [
                         partial(ops.rope_write, qkv, heads, positions, rope, cache, at, *norms)

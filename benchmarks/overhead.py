@@ -123,7 +123,7 @@ def wire_by_hand(name: str, made: Assembled, model: Any, config: EngineConfig, s
     groups = make_groups(spec.layers, backends[0], backends[1], ops)
     cache_need = CacheNeed(
         groups=groups,
-        page_size=config.page_size,
+        page_size=plan.page_size,
         budget_bytes=plan.memory.kv_cache,
         max_rows=config.max_rows,
         max_length=plan.max_length,
@@ -144,7 +144,7 @@ def wire_by_hand(name: str, made: Assembled, model: Any, config: EngineConfig, s
             length=plan.max_length,
             decode_width=needs.scheduler.decode_width,
         ),
-        page_size=config.page_size,
+        page_size=plan.page_size,
         device=plan.device.type,
         vocab_limit=plan.vocab_limit,
     )

@@ -29,7 +29,7 @@ from .devices import device_facts
 from .errors import CheckpointError, ConfigError, PluginError
 from .hub import resolve_model
 from .memory import MemoryPlan, affordable_length, gib, plan_memory
-from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, eos_ids, scheme_name
+from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, eos_ids, page_sizes, scheme_name
 from .pairing import Backend, make_groups
 from .portable import import_objects, locate_objects
 from .registry.lock import lock_problems
@@ -65,6 +65,8 @@ class AssemblyPlan(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[CacheGroup, ...]
     #: Pages to allocate a group.
     pages: tuple[int, ...]
+    #: Entries a page.
+    page_size: int
     max_length: int
     #: What max_length would be if the cache were large enough.
     wanted_length: int
@@ -146,7 +148,8 @@ class Survey:
             self.spec = self._describe()
             self.dtype = choose_dtype(config.dtype, self.checkpoint, self.device) if plan is None else plan.dtype
             longest, self.problems = choose_length(config, self.spec)
-            self.limit_length(longest if plan is None else plan.max_length)
+            sizes = page_sizes(config, self.device) if plan is None else (plan.page_size,)
+            self._settle_page_size(sizes, longest if plan is None else plan.max_length)
         except BaseException:
             self.checkpoint.close()
             raise
@@ -158,24 +161,30 @@ class Survey:
     def limit_length(self, longest: int) -> None:
         """Set what every part must serve for sequences of at most `longest` tokens."""
         self.max_length = longest
-        self.needs = derive_needs(self.config, self.checkpoint, self.spec, self.device, self.dtype, longest)
+        self.needs = derive_needs(
+            self.config, self.checkpoint, self.spec, self.device, self.dtype, longest, self.page_size
+        )
+
+    def _settle_page_size(self, sizes: Sequence[int], longest: int) -> None:
+        """The first size that attention serves, or the last."""
+        for size in sizes:
+            self.page_size = size
+            self.limit_length(longest)
+            if size == sizes[-1] or all(
+                self._resolve(where, choice, need).winner is not None for where, choice, need in self._attention()
+            ):
+                return
+
+    def _attention(self) -> tuple[tuple[str, PartChoice, AttentionNeed], ...]:
+        config, needs = self.config, self.needs
+        decode = config.decode_attention or config.attention
+        return (("attention", config.attention, needs.prefill), ("decode_attention", decode, needs.decode))
 
     def decide(
         self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
     ) -> Decision:
         """Resolve one choice; the winner is remembered, the decision kept for the report."""
-        decision = resolve(
-            self.registry,
-            _role(where),
-            choice,
-            need,
-            device_type=self.device.type,
-            objective=self.config.objective,
-            allow=self.config.plugins.allow,
-            key=key,
-            where=where,
-            static=static,
-        )
+        decision = self._resolve(where, choice, need, key=key, static=static)
         self.decisions.append(decision)
         if decision.winner is not None:
             entry = winner(self.registry, decision)
@@ -188,13 +197,27 @@ class Survey:
             )
         return decision
 
+    def _resolve(
+        self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
+    ) -> Decision:
+        return resolve(
+            self.registry,
+            _role(where),
+            choice,
+            need,
+            device_type=self.device.type,
+            objective=self.config.objective,
+            allow=self.config.plugins.allow,
+            key=key,
+            where=where,
+            static=static,
+        )
+
     def decide_all(self) -> list[str]:
         """Every role whose need is known before the cache's layout is; returns all refusals."""
         config, needs = self.config, self.needs
-        decode = config.decode_attention or config.attention
         made = [
-            self.decide("attention", config.attention, needs.prefill),
-            self.decide("decode_attention", decode, needs.decode),
+            *(self.decide(*asked) for asked in self._attention()),
             self.decide("scheduler", config.scheduler, needs.scheduler),
             self.decide("sampler", config.sampler, needs.sampler),
             self.decide("quantizer", config.quantizer, needs.quantizer, key=scheme_name(self.checkpoint)),
@@ -368,9 +391,18 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     quantizer = selection.create("quantizer", needs.quantizer)
     stored = survey.checkpoint.tensors()
     memory = plan_memory(
-        config, survey.device, spec, quantizer, stored, survey.shard, groups, survey.dtype, survey.max_length
+        config,
+        survey.device,
+        spec,
+        quantizer,
+        stored,
+        survey.shard,
+        groups,
+        survey.dtype,
+        survey.max_length,
+        survey.page_size,
     )
-    affordable = affordable_length(groups, config.page_size, memory.kv_cache)
+    affordable = affordable_length(groups, survey.page_size, memory.kv_cache)
     if config.max_length is None and 0 < affordable < survey.max_length:
         logger.warning(
             "max_length is %d: the KV cache of %s holds no sequence of the %d tokens that the model was made for",
@@ -382,7 +414,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         needs = survey.needs
     cache_need = CacheNeed(
         groups=groups,
-        page_size=config.page_size,
+        page_size=survey.page_size,
         budget_bytes=memory.kv_cache,
         max_rows=config.max_rows,
         max_length=survey.max_length,
@@ -406,6 +438,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         parts=survey.parts,
         groups=groups,
         pages=cache.pages,
+        page_size=survey.page_size,
         max_length=survey.max_length,
         wanted_length=config.max_length or spec.context_length,
         capacity=_capacity(cache, survey.max_length),

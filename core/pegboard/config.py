@@ -95,10 +95,10 @@ def _check_run_ahead(value: object) -> object:
     raise ValueError(f"must be auto or 0 to 4, got {value!r}")
 
 
-def _check_page_size(value: int) -> int:
-    if value < 16 or value & (value - 1):
-        raise ValueError(f"must be a power of two and at least 16, got {value}")
-    return value
+def _check_page_size(value: object) -> object:
+    if value == "auto" or (type(value) is int and value >= 16 and not value & (value - 1)):
+        return value
+    raise ValueError(f"must be auto, or a power of two and at least 16, got {value!r}")
 
 
 _FROZEN: Final = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -213,8 +213,12 @@ class EngineConfig(BaseModel):
         ),
     ] = "auto"
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "float64", "int8", "float8_e4m3fn"] = "auto"
-    #: Entries a page.
-    page_size: Annotated[int, AfterValidator(_check_page_size)] = 16
+    #: Entries a page; "auto": see `needs.page_sizes`.
+    page_size: Annotated[
+        int | str,
+        BeforeValidator(_check_page_size),
+        WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 16}]}),
+    ] = "auto"
     #: Longest prompt + output, in tokens; None: what the model was made for.
     max_length: Positive | None = None
     #: Sequences that run at once.

@@ -58,6 +58,7 @@ def plan_memory(
     groups: tuple[CacheGroup, ...],
     dtype: str,
     max_length: int,
+    page_size: int,
 ) -> MemoryPlan:
     """ConfigError: it does not fit, with the numbers."""
     size = element_bytes(dtype)
@@ -71,7 +72,7 @@ def plan_memory(
     left = max(available - weights - activations, 0)
     # What every row at its longest would fill.
     most = sum(
-        group.page_bytes * (1 + config.max_rows * (1 if group.kind == "state" else -(-max_length // config.page_size)))
+        group.page_bytes * (1 + config.max_rows * (1 if group.kind == "state" else -(-max_length // page_size)))
         for group in groups
     )
     kv = config.kv_memory_bytes(left, auto=min(most, int(left * _CPU_KV_SHARE) if device.type == "cpu" else left))

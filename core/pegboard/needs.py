@@ -99,8 +99,22 @@ def choose_length(config: EngineConfig, spec: ModelSpec) -> tuple[int, list[str]
     return spec.context_length, [f"{reason}; lower it, or give the model's config a rope scaling that reaches so far"]
 
 
+def page_sizes(config: EngineConfig, device: DeviceFacts) -> tuple[int, ...]:
+    """Entries a page, best first: the first that attention serves is taken. Kernels on CUDA copy 64 entries at a time;
+    elsewhere smaller pages, which prefixes share sooner, cost nothing."""
+    if isinstance(config.page_size, int):
+        return (config.page_size,)
+    return (64, 16) if device.type == "cuda" else (16,)
+
+
 def derive_needs(
-    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, device: DeviceFacts, dtype: str, max_length: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: DeviceFacts,
+    dtype: str,
+    max_length: int,
+    page_size: int,
 ) -> Needs:
     layers = tuple(dict.fromkeys(layer for layer in spec.layers if isinstance(layer, AttentionLayer)))
 
@@ -109,7 +123,7 @@ def derive_needs(
             device=device,
             dtype=dtype,
             kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
-            page_size=config.page_size,
+            page_size=page_size,
             layers=layers,
             phase=phase,
             max_query=max_query,

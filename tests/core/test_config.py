@@ -45,7 +45,7 @@ def test_all_formats_say_the_same(tmp_path: Path, name: str) -> None:
 def test_defaults() -> None:
     config = load_config({"model": "m"})
     assert (config.device, config.dtype, config.objective, config.kv_memory) == ("auto", "auto", "throughput", "auto")
-    assert (config.page_size, config.max_rows, config.max_step_tokens, config.max_queue) == (16, 64, 2048, 1024)
+    assert (config.page_size, config.max_rows, config.max_step_tokens, config.max_queue) == ("auto", 64, 2048, 1024)
     assert (config.run_ahead, config.stream_buffer, config.batch_invariant) == ("auto", 256, False)
     assert config.max_length is config.threads is config.decode_attention is config.speculator is None
     assert config.cache == PartChoice(use="auto", options={})
@@ -126,7 +126,7 @@ def test_every_problem_is_told_at_once_with_path_and_nearest_key() -> None:
         "page_sise: unknown key; did you mean 'page_size'?",
         "device: must be auto, cpu, cuda or cuda:N, got 'gpu'",
         "dtype: input should be 'auto', 'float32'",
-        "page_size: must be a power of two and at least 16, got 24",
+        "page_size: must be auto, or a power of two and at least 16, got 24",
         "max_rows: input should be greater than or equal to 1, got 0",
         "max_queue: input should be a valid integer, got 'many'",
         "batch_invariant: input should be a valid boolean, got 1",

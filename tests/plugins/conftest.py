@@ -25,6 +25,8 @@ class Compiled:
     shared: int
     #: Instruction -> how often it stands in the code
     instructions: Counter[str]
+    #: Triton's last representation before it leaves tensors and layouts behind
+    layouts: str
 
 
 class _Device:
@@ -45,7 +47,7 @@ class _Device:
         return 0
 
 
-def _read(name: str, code: bytes, shared: int, folder: Path) -> Compiled:
+def _read(name: str, code: bytes, shared: int, layouts: str, folder: Path) -> Compiled:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -58,7 +60,7 @@ def _read(name: str, code: bytes, shared: int, folder: Path) -> Compiled:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
     assert usage is not None
     found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", dump("-sass"), re.MULTILINE)
-    return Compiled(name, int(usage[1]), int(usage[2]), shared, Counter(found))
+    return Compiled(name, int(usage[1]), int(usage[2]), shared, Counter(found), layouts)
 
 
 @pytest.fixture
@@ -76,7 +78,8 @@ def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> Any:
             kernel = run(self, *args, grid=grid, warmup=True, **rest)
-            made.append(_read(self.fn.__name__, kernel.asm["cubin"], kernel.metadata.shared, tmp_path))
+            asm = kernel.asm
+            made.append(_read(self.fn.__name__, asm["cubin"], kernel.metadata.shared, asm["ttgir"], tmp_path))
             return kernel
 
         with monkeypatch.context() as patch:

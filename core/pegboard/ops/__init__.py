@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .torch_ops import TorchOps
+from .torch_ops import TorchOps, as_indexable, check_width
 
-__all__ = ["TorchOps"]
+__all__ = ["TorchOps", "as_indexable", "check_width"]

@@ -115,12 +115,8 @@ class TorchOps(Ops):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        check_width(qkv, heads)
         query_heads, kv_heads, size = heads
-        if qkv.shape[1] != (query_heads + 2 * kv_heads) * size:
-            raise PegboardError(
-                f"qkv has {qkv.shape[1]} features; {query_heads} query and 2 x {kv_heads} KV heads of {size} have "
-                f"{(query_heads + 2 * kv_heads) * size}"
-            )
         by_head = qkv.view(-1, query_heads + 2 * kv_heads, size)
         if q_norm is None and k_norm is None:
             turned, v = by_head.split_with_sizes([query_heads + kv_heads, kv_heads], dim=1)
@@ -137,7 +133,7 @@ class TorchOps(Ops):
         return q, k, v
 
     def copy_pages(self, cache: LayerCache, source: Tensor, target: Tensor) -> None:
-        for tensor in cache.tensors.values():
+        for tensor in map(as_indexable, cache.tensors.values()):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def move_entries(self, cache: LayerCache, source: Tensor, target: Tensor) -> None:
@@ -147,8 +143,23 @@ class TorchOps(Ops):
                     f"{name} of layout {cache.layout.name!r} has pages of {tuple(tensor.shape[1:])}: entries "
                     f"(page size {cache.page_size}) must come first to be moved"
                 )
-            entries = tensor.flatten(0, 1)
+            entries = as_indexable(tensor).flatten(0, 1)
             entries.index_copy_(0, target, entries.index_select(0, source))
+
+
+def check_width(qkv: Tensor, heads: tuple[int, int, int]) -> None:
+    """PegboardError: qkv [T, F] is not as wide as heads (H, K, D) say."""
+    query_heads, kv_heads, size = heads
+    width = (query_heads + 2 * kv_heads) * size
+    if qkv.shape[1] != width:
+        raise PegboardError(
+            f"qkv has {qkv.shape[1]} features; {query_heads} query and 2 x {kv_heads} KV heads of {size} have {width}"
+        )
+
+
+def as_indexable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes: torch doesn't write float8 by index on every device."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:

@@ -131,7 +131,7 @@ class LocalExecutor(Executor):
                 length=made.max_length,
                 decode_width=needs.scheduler.decode_width,
             ),
-            page_size=survey.config.page_size,
+            page_size=made.page_size,
             device=device,
             vocab_limit=made.vocab_limit,
             padded=cls.pads(device),

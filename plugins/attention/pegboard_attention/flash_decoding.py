@@ -20,6 +20,7 @@ from .flash_decoding_kernels import attend_items, merge_splits
 from .flash_decoding_schedule import launch_schedule, most_items
 from .flash_decoding_shapes import Shape, Shapes
 from .quantized_kv import STORED, quantized_layout
+from .widening import format_of
 
 _DTYPES = ("float16", "bfloat16", "float32")
 #: Queries of a row that fit the kernels' 64-bit ancestor masks.
@@ -59,10 +60,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
         self._interpreted = interpreted
         self._hopper = not interpreted and (need.device.capability or (0, 0)) >= (9, 0)
         self._shapes = Shapes(need, multiprocessors, descriptors=self._hopper)
-        #: See `widen` in the kernels.
-        self._format = 1 + list(STORED).index(need.kv_dtype) if need.kv_dtype in STORED else 0
-        if self._format == 2 and self._hopper:
-            self._format = 3
+        self._format = format_of(need.kv_dtype, hopper=self._hopper)
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:

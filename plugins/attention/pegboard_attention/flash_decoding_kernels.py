@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .flash_decoding_loads import blank, load_tile, logarithm, page_of, popcount, widen, within_page
+from .flash_decoding_loads import blank, load_tile, logarithm, page_of, popcount, within_page
+from .widening import widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 #: A score that is masked. Finite, so that a difference of two of them is no NaN.

@@ -1,4 +1,4 @@
-"""Norms by head, rotary embedding and the write into the cache, in one launch."""
+"""Norms by head, rotary embedding and the write into the cache, in one launch, or two where many values are turned."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from pegboard.contracts.attention import KVLayout, LayerCache
 from pegboard.contracts.ops import Norm, Rope
 from pegboard.dtypes import FLOAT_DTYPES
 
+from .eight_bits import eight_bits, scale_of
 from .launching import Launcher
+from .value_writing import launch_value_write
 
 #: Layout name -> how it is written: as it is, in offset binary, as e4m3 bits.
 _FORMATS: Final = {"nhd": 0, "hnd-int8": 1, "hnd-float8_e4m3fn": 2}
 _NAMES: Final = {"nhd": ("k", "v")} | dict.fromkeys(("hnd-int8", "hnd-float8_e4m3fn"), ("k", "v", "k_scale", "v_scale"))
-_HEADS = 8
+#: Heads a program: of many tokens without norms more, which costs fewer registers there than it saves launches.
+_HEADS, _MANY_HEADS = 8, 16
+#: Tokens from which on turned values have a launch of their own. Fewer are of decode rows, each in another page.
+_APART = 256
 
 
 def can_write(layout: KVLayout) -> bool:
@@ -37,8 +42,8 @@ def can_write(layout: KVLayout) -> bool:
 
 @triton.jit
 def normed(x, rms, weight, ROUND_FIRST: tl.constexpr):
-    """x [HEADS, D] float32 of the dtype of `weight`'s products, rounded as the reference rounds."""
-    scaled = x.to(tl.float32) * rms[:, None]
+    """x [HEADS, PAIRS] of the dtype of `weight`'s products, rounded as the reference rounds."""
+    scaled = x.to(tl.float32) * rms
     if ROUND_FIRST:
         out = (scaled.to(x.dtype).to(tl.float32) * weight.to(x.dtype).to(tl.float32)).to(x.dtype)
     else:
@@ -47,18 +52,33 @@ def normed(x, rms, weight, ROUND_FIRST: tl.constexpr):
 
 
 @triton.jit
-def eight_bits(x, scale, FORMAT: tl.constexpr):
-    """x / scale as bytes: offset binary (1) or e4m3 (2), rounded to the nearest, ties to even."""
-    ratio = x / scale
-    if FORMAT == 1:
-        whole = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no room for a fraction
-        code = (whole + 128.0).to(tl.int32)
+def head_normed(
+    x,
+    rms,
+    q_weight,
+    k_weight,
+    is_q,
+    is_k,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    Q_ROUND_FIRST: tl.constexpr,
+    K_ROUND_FIRST: tl.constexpr,
+):
+    """x with its head's norm, or as it is. Where both norms round alike they are one, with a weight chosen by head."""
+    if Q_NORM and K_NORM and Q_ROUND_FIRST == K_ROUND_FIRST:
+        weight = tl.where(is_q, q_weight, k_weight)
+        x = tl.where(is_q | is_k, normed(x, rms, weight, Q_ROUND_FIRST), x)
     else:
-        # float16 bits of the number over 2^8 are those of e4m3 with seven more of mantissa
-        bits = (ratio * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        size = bits & 0x7FFF
-        code = ((bits >> 8) & 0x80) | ((size + 0x3F + ((size >> 7) & 1)) >> 7)
-    return code.to(tl.uint8)
+        if Q_NORM:
+            x = tl.where(is_q, normed(x, rms, q_weight, Q_ROUND_FIRST), x)
+        if K_NORM:
+            x = tl.where(is_k, normed(x, rms, k_weight, K_ROUND_FIRST), x)
+    return x
+
+
+@triton.jit
+def load_weight(weight_ptr, d, offset, D: tl.constexpr):
+    return (tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + offset)[None, :]
 
 
 @triton.jit
@@ -84,7 +104,7 @@ def rotate_and_write(
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PAIRS: tl.constexpr,
     TURNING: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -94,77 +114,93 @@ def rotate_and_write(
     Q_ROUND_FIRST: tl.constexpr,
     K_ROUND_FIRST: tl.constexpr,
     FORMAT: tl.constexpr,
+    VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tokens, blocks of HEADS among q, k and v heads). TURNING: dimensions that turn, 0 for none."""
+    """Grid (tokens, blocks of HEADS among q, k and, with VALUES, v heads). TURNING: dimensions that turn, 0 for none.
+
+    A head is held as the PAIRS of numbers that turn together, a and b, so that each is loaded and normed once; what
+    does not turn is paired anyhow."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, BLOCK_D)
+    first_head = tl.program_id(1) * HEADS
+    head = first_head + tl.arange(0, HEADS)
+    pair = tl.arange(0, PAIRS)
+    HALF: tl.constexpr = TURNING // 2
+    COUNT: tl.constexpr = (D + 1) // 2
+    ENDS: tl.constexpr = H + 2 * K if VALUES else H + K
+    if INTERLEAVED:
+        first = 2 * pair
+        second = 2 * pair + 1
+    elif TURNING == 0 or TURNING == D:
+        first = pair
+        second = pair + COUNT
+    else:
+        first = tl.where(pair < HALF, pair, pair + HALF)
+        second = first + tl.where(pair < HALF, HALF, COUNT - HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    there = (head < H + 2 * K)[:, None] & (d < D)[None, :]
-    is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
+    in_a = (head < ENDS)[:, None] & (pair < COUNT)[None, :]
+    in_b = in_a & (second < D)[None, :]
+    is_q, is_k = (head < H)[:, None], ((head >= H) & (head < H + K))[:, None]
     at = qkv_ptr + token * qkv_row + (head * D)[:, None]
-    x = tl.load(at + d[None, :], mask=there, other=0.0)
+    a = tl.load(at + first[None, :], mask=in_a, other=0.0)
+    b = tl.load(at + second[None, :], mask=in_b, other=0.0)
     index = tl.load(index_ptr + token)
-    HALF: tl.constexpr = TURNING // 2
-    if INTERLEAVED:
-        partner = tl.where(d < TURNING, d ^ 1, d)
-        angle = d // 2
-        first = d % 2 == 0
-    else:
-        partner = tl.where(d < HALF, d + HALF, tl.where(d < TURNING, d - HALF, d))
-        angle = tl.where(d < HALF, d, d - HALF)
-        first = d < HALF
-    if TURNING:
-        y = tl.load(at + partner[None, :], mask=there, other=0.0)
     if Q_NORM or K_NORM:
-        wide = x.to(tl.float32)
-        mean = tl.sum(wide * wide, 1) / D
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        eps = tl.where(head < H, q_eps, k_eps)
+        rms = tl.rsqrt(tl.sum(wide_a * wide_a + wide_b * wide_b, 1) / D + eps)[:, None]
+        q_weight_a, q_weight_b, k_weight_a, k_weight_b = 0.0, 0.0, 0.0, 0.0
         if Q_NORM:
-            rms = tl.rsqrt(mean + q_eps)
-            weight = tl.load(q_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + q_offset
-            x = tl.where(is_q[:, None], normed(x, rms, weight[None, :], Q_ROUND_FIRST), x)
-            if TURNING:
-                weight = tl.load(q_weight_ptr + partner, mask=d < D, other=0.0).to(tl.float32) + q_offset
-                y = tl.where(is_q[:, None], normed(y, rms, weight[None, :], Q_ROUND_FIRST), y)
+            q_weight_a = load_weight(q_weight_ptr, first, q_offset, D)
+            q_weight_b = load_weight(q_weight_ptr, second, q_offset, D)
         if K_NORM:
-            rms = tl.rsqrt(mean + k_eps)
-            weight = tl.load(k_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + k_offset
-            x = tl.where(is_k[:, None], normed(x, rms, weight[None, :], K_ROUND_FIRST), x)
-            if TURNING:
-                weight = tl.load(k_weight_ptr + partner, mask=d < D, other=0.0).to(tl.float32) + k_offset
-                y = tl.where(is_k[:, None], normed(y, rms, weight[None, :], K_ROUND_FIRST), y)
+            k_weight_a = load_weight(k_weight_ptr, first, k_offset, D)
+            k_weight_b = load_weight(k_weight_ptr, second, k_offset, D)
+        a = head_normed(
+            a, rms, q_weight_a, k_weight_a, is_q, is_k, Q_NORM, K_NORM, Q_ROUND_FIRST, K_ROUND_FIRST
+        )  # fmt: skip
+        b = head_normed(
+            b, rms, q_weight_b, k_weight_b, is_q, is_k, Q_NORM, K_NORM, Q_ROUND_FIRST, K_ROUND_FIRST
+        )  # fmt: skip
     if TURNING:
-        turns = d < TURNING
         row = tl.load(positions_ptr + token) * rope_row
-        cos = tl.load(cos_ptr + row + angle, mask=turns, other=1.0)
-        sin = tl.load(sin_ptr + row + angle, mask=turns, other=0.0)
-        sin = tl.where(first, -sin, sin)
-        turned = x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]
-        x = tl.where(is_v[:, None], x, turned.to(x.dtype))
+        cos = tl.load(cos_ptr + row + pair, mask=pair < HALF, other=1.0)[None, :]
+        sin = tl.load(sin_ptr + row + pair, mask=pair < HALF, other=0.0)[None, :]
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        a = tl.where(is_q | is_k, (wide_a * cos - wide_b * sin).to(a.dtype), a)
+        b = tl.where(is_q | is_k, (wide_b * cos + wide_a * sin).to(b.dtype), b)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(q_ptr + token * (H * D) + (head * D)[:, None] + d[None, :], x, mask=there & is_q[:, None])
+    q_at = q_ptr + token * (H * D) + (head * D)[:, None]
+    tl.store(q_at + first[None, :], a, mask=in_a & is_q)
+    tl.store(q_at + second[None, :], b, mask=in_b & is_q)
 
-    kv_head = tl.where(is_k, head - H, head - H - K)
-    store_k, store_v = there & is_k[:, None], there & is_v[:, None]
-    if FORMAT == 0:
-        entry = index * (K * D) + (kv_head * D)[:, None] + d[None, :]
-        tl.store(k_ptr + entry, x.to(k_ptr.dtype.element_ty), mask=store_k)
-        tl.store(v_ptr + entry, x.to(v_ptr.dtype.element_ty), mask=store_v)
-    else:
-        TOP: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
-        wide = x.to(tl.float32)
-        # 2^-100: the reader takes the logarithm
-        scale = tl.maximum(tl.max(tl.abs(wide), 1) / TOP, 7.888609052210118e-31)
-        code = eight_bits(wide, scale[:, None], FORMAT)
-        in_page = index // PAGE * K + kv_head
-        inside = index % PAGE
-        tl.store(k_ptr + (in_page * (PAGE * D) + inside * D)[:, None] + d[None, :], code, mask=store_k)
-        tl.store(v_ptr + (in_page * (PAGE * D) + inside)[:, None] + (d * PAGE)[None, :], code, mask=store_v)
-        tl.store(k_scale_ptr + in_page * PAGE + inside, scale, mask=is_k)
-        tl.store(v_scale_ptr + in_page * PAGE + inside, scale, mask=is_v)
+    if first_head + HEADS > H:
+        is_v = head >= H + K
+        kv_head = tl.where(is_v, head - H - K, head - H)
+        if FORMAT == 0:
+            entry = index * (K * D) + (kv_head * D)[:, None]
+            tl.store(k_ptr + entry + first[None, :], a.to(k_ptr.dtype.element_ty), mask=in_a & is_k)
+            tl.store(k_ptr + entry + second[None, :], b.to(k_ptr.dtype.element_ty), mask=in_b & is_k)
+            tl.store(v_ptr + entry + first[None, :], a.to(v_ptr.dtype.element_ty), mask=in_a & is_v[:, None])
+            tl.store(v_ptr + entry + second[None, :], b.to(v_ptr.dtype.element_ty), mask=in_b & is_v[:, None])
+        else:
+            wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+            scale = scale_of(tl.max(tl.maximum(tl.abs(wide_a), tl.abs(wide_b)), 1), FORMAT)
+            code_a = eight_bits(wide_a, scale[:, None], FORMAT)
+            code_b = eight_bits(wide_b, scale[:, None], FORMAT)
+            in_page = index // PAGE * K + kv_head
+            inside = index % PAGE
+            k_at = k_ptr + (in_page * (PAGE * D) + inside * D)[:, None]
+            tl.store(k_at + first[None, :], code_a, mask=in_a & is_k)
+            tl.store(k_at + second[None, :], code_b, mask=in_b & is_k)
+            tl.store(k_scale_ptr + in_page * PAGE + inside, scale, mask=(head >= H) & (head < H + K))
+            if VALUES:
+                v_at = v_ptr + (in_page * (PAGE * D) + inside)[:, None]
+                tl.store(v_at + (first * PAGE)[None, :], code_a, mask=in_a & is_v[:, None])
+                tl.store(v_at + (second * PAGE)[None, :], code_b, mask=in_b & is_v[:, None])
+                tl.store(v_scale_ptr + in_page * PAGE + inside, scale, mask=is_v & (head < ENDS))
 
 
 def launch_rope_write(
@@ -190,7 +226,9 @@ def launch_rope_write(
     k, v = (cache.tensors[name] for name in ("k", "v"))
     if form:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    rotate_and_write[(tokens, triton.cdiv(query_heads + 2 * kv_heads, _HEADS))](
+    apart = bool(form) and tokens >= _APART
+    block = _MANY_HEADS if tokens >= 1024 and q_norm is None and k_norm is None else _HEADS
+    rotate_and_write[(tokens, triton.cdiv(query_heads + (1 if apart else 2) * kv_heads, block))](
         qkv,
         positions,
         None if rope is None else rope.cos,
@@ -212,9 +250,9 @@ def launch_rope_write(
         H=query_heads,
         K=kv_heads,
         D=size,
-        BLOCK_D=triton.next_power_of_2(size),
+        PAIRS=triton.next_power_of_2((size + 1) // 2),
         TURNING=0 if rope is None else 2 * rope.cos.shape[1],
-        HEADS=_HEADS,
+        HEADS=block,
         PAGE=cache.page_size,
         INTERLEAVED=rope is not None and rope.interleaved,
         Q_NORM=q_norm is not None,
@@ -222,8 +260,12 @@ def launch_rope_write(
         Q_ROUND_FIRST=q_norm is not None and q_norm.round_first,
         K_ROUND_FIRST=k_norm is not None and k_norm.round_first,
         FORMAT=form,
+        VALUES=not apart,
         PDL=launcher.pdl,
         num_warps=4,
         **launcher.options,
     )
+    if apart:
+        values = qkv.narrow(1, (query_heads + kv_heads) * size, kv_heads * size)
+        launch_value_write(values, v, cache.tensors["v_scale"], write_index, form, launcher)
     return q

@@ -10,8 +10,7 @@ from torch import Tensor
 from pegboard.contracts.attention import KVLayout, LayerCache
 from pegboard.contracts.ops import Activation, Located, Norm, OpsNeed, Rope, SlotTables
 from pegboard.contracts.quantizer import Linear
-from pegboard.errors import PegboardError
-from pegboard.ops import TorchOps
+from pegboard.ops import TorchOps, as_indexable, check_width
 
 from .embedding import launch_embed
 from .gating import launch_gated
@@ -121,12 +120,7 @@ class TritonOps(TorchOps):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        query_heads, kv_heads, size = heads
-        if qkv.shape[1] != (query_heads + 2 * kv_heads) * size:
-            raise PegboardError(
-                f"qkv has {qkv.shape[1]} features; {query_heads} query and 2 x {kv_heads} KV heads of {size} have "
-                f"{(query_heads + 2 * kv_heads) * size}"
-            )
+        check_width(qkv, heads)
         q = launch_rope_write(qkv, heads, positions, rope, cache, write_index, q_norm, k_norm, self._launcher)
         return q, None, None
 
@@ -137,5 +131,6 @@ class TritonOps(TorchOps):
         size = cache.page_size
         read, written = (source // size, source % size), (target // size, target % size)
         for name, tensor in cache.tensors.items():
+            tensor = as_indexable(tensor)
             held = tensor.transpose(2, 3) if name == "v" else tensor  # [pages, K, S, ...]
             held[written[0], :, written[1]] = held[read[0], :, read[1]]

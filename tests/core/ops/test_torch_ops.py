@@ -269,6 +269,23 @@ def test_copy_pages_and_move_entries(ops: TorchOps) -> None:
         assert torch.equal(tensor.flatten(0, 1), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8], ids=str)
+def test_pages_and_entries_of_bytes(ops: TorchOps, device: str, dtype: torch.dtype) -> None:
+    codes = torch.randint(0, 120, (4, 16, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    cache = LayerCache(
+        layout=KVLayout(name="odd", tensors=()), group=0, page_size=16, tensors={"k": codes.view(dtype).to(device)}
+    )
+    index = [torch.tensor(ids, device=device) for ids in ([3, 0], [1, 2], [5, 6], [4, 63])]
+    ops.copy_pages(cache, *index[:2])
+    right = codes[[0, 3, 0, 3]]
+    assert torch.equal(cache.tensors["k"].view(torch.uint8).cpu(), right)
+    ops.move_entries(cache, *index[2:])
+    moved = right.flatten(0, 1).clone()
+    moved[[4, 63]] = right.flatten(0, 1)[[5, 6]]
+    assert torch.equal(cache.tensors["k"].view(torch.uint8).cpu().flatten(0, 1), moved)
+
+
 def test_entries_that_do_not_come_first_are_not_moved(ops: TorchOps) -> None:
     cache = LayerCache(
         layout=KVLayout(name="odd", tensors=()), group=0, page_size=16, tensors={"k": random(4, 2, 16, 8)}

@@ -421,7 +421,8 @@ def test_refusals_name_what_is_wrong() -> None:
     assert "not on cpu" in refusal(device=DeviceFacts(type="cpu"))
     assert "8.0 or later, not 7.5" in refusal(device=DeviceFacts(type="cuda", capability=(7, 5)))
     assert "not in float32" in refusal(dtype="float32", kv_dtype="float32")
-    assert "not int8" in refusal(kv_dtype="int8")
+    assert "not in float16" in refusal(kv_dtype="float16")
+    assert refusal(kv_dtype="int8") == refusal(kv_dtype="float8_e4m3fn") == ""
     assert "at least 16 entries, not 8" in refusal(page_size=8)
     assert "not 48" in refusal(page_size=48)
     assert "serves prefill" in refusal(phase="decode")

@@ -270,17 +270,21 @@ def test_rope_write(
 
 @RUNS
 @pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
-def test_quantized_write(ops: Any, form: str) -> None:
+@pytest.mark.parametrize("tokens", [4, 300])
+def test_quantized_write(ops: Any, form: str, tokens: int) -> None:
+    """Of many tokens the values have a launch of their own; most follow each other in their page."""
     h, k, d, page = 4, 2, 24, 16
-    qkv = random(4, (h + 2 * k) * d) * torch.tensor([[1e-3], [1.0], [300.0], [0.0]], device=DEVICE).half()
-    index = torch.tensor([17, 95, 3, 40], device=DEVICE)
-    cache = make_cache(k, d, "", page, form=form)
+    sizes = torch.tensor([[1e-3], [1.0], [300.0], [0.0]], device=DEVICE).half().repeat(tokens // 4, 1)
+    qkv = random(tokens, (h + 2 * k) * d) * sizes
+    places = [17, 95, 3, 40] if tokens == 4 else [*range(20, 310), 7, 319, 11, 0, 1, 19, 315, 5, 2, 312]
+    index = torch.tensor(places, device=DEVICE)
+    cache = make_cache(k, d, "", page, pages=6 if tokens == 4 else 20, form=form)
     assert ops.writes(cache.layout)
-    ops.rope_write(qkv, (h, k, d), torch.zeros(4, dtype=torch.int64, device=DEVICE), None, cache, index)
+    ops.rope_write(qkv, (h, k, d), torch.zeros(tokens, dtype=torch.int64, device=DEVICE), None, cache, index)
     inside, pages = index % page, index // page
     top = 127.0 if form == "int8" else 448.0
     for name, start in (("k", h), ("v", h + k)):
-        right = qkv.view(4, -1, d)[:, start : start + k].double()
+        right = qkv.view(tokens, -1, d)[:, start : start + k].double()
         held = cache.tensors[name]
         held = (held[pages, :, inside] if name == "k" else held[pages, :, :, inside]).double()
         scale = cache.tensors[f"{name}_scale"][pages, :, inside].double()
@@ -291,21 +295,25 @@ def test_quantized_write(ops: Any, form: str) -> None:
             # a half of the last of four bits, or of the smallest step
             allowed = (right.abs() / 16 * 1.001).maximum(scale[..., None] * 2.0**-10 * 1.001)
             assert (held * scale[..., None] - right).abs().le(allowed).all()
-    untouched = torch.ones(96, dtype=torch.bool)
+    untouched = torch.ones(page * cache.tensors["k"].shape[0], dtype=torch.bool)
     untouched[index.cpu()] = False
-    assert not cache.tensors["k_scale"].transpose(1, 2).reshape(96, k).cpu()[untouched].any()
+    for name in ("k_scale", "v_scale"):
+        assert not cache.tensors[name].transpose(1, 2).reshape(-1, k).cpu()[untouched].any()
 
 
 @RUNS
-@pytest.mark.parametrize("form", ["nhd", "int8"])
+@pytest.mark.parametrize("form", ["nhd", "int8", "float8_e4m3fn"])
 def test_move_entries(ops: Any, form: str) -> None:
     cache = make_cache(2, 8, "float16", form=form)
     for seed, tensor in enumerate(cache.tensors.values()):
         tensor.copy_((random(*tensor.shape, seed=seed, dtype=torch.float32) * 40 + 128).clamp(0, 255).to(tensor.dtype))
 
     def entries(name: str, tensor: Tensor) -> Tensor:
-        turned = {"nhd": tensor, "int8": tensor.transpose(2, 3) if name == "v" else tensor}[form]
-        return (turned if form == "nhd" else turned.transpose(1, 2)).reshape(96, -1).clone()
+        bytes_or_floats = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        if form == "nhd":
+            return bytes_or_floats.reshape(96, -1).clone()
+        turned = bytes_or_floats.transpose(2, 3) if name == "v" else bytes_or_floats
+        return turned.transpose(1, 2).reshape(96, -1).clone()
 
     before = {name: entries(name, tensor) for name, tensor in cache.tensors.items()}
     source, target = torch.tensor([20, 21, 22], device=DEVICE), torch.tensor([19, 20, 80], device=DEVICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +58,8 @@ def test_elementwise(compile_for: Callable[..., Any], capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("form", ["nhd", "hnd-int8"])
-def test_rope_write(compile_for: Callable[..., Any], capability: int, form: str) -> None:
+@pytest.mark.parametrize(("form", "tokens"), [("nhd", 4), ("nhd", 2048), ("hnd-int8", 4), ("hnd-int8", 2048)])
+def test_rope_write(compile_for: Callable[..., Any], capability: int, form: str, tokens: int) -> None:
     heads, size, page = 8, 128, 64
     if form == "nhd":
         specs = [TensorSpec(name=n, shape=(page, heads, size), dtype="bfloat16") for n in ("k", "v")]
@@ -71,14 +72,23 @@ def test_rope_write(compile_for: Callable[..., Any], capability: int, form: str)
         ]
     tensors = {spec.name: torch.empty((4, *spec.shape), dtype=getattr(torch, spec.dtype)) for spec in specs}
     cache = LayerCache(layout=KVLayout(name=form, tensors=tuple(specs)), group=0, page_size=page, tensors=tensors)
-    index = torch.zeros(4, dtype=torch.int64)
+    index = torch.zeros(tokens, dtype=torch.int64)
     rope = Rope(cos=torch.empty(64, 64), sin=torch.empty(64, 64))
     with compile_for(capability) as made:
         make_ops(capability).rope_write(
-            empty(4, 48 * 128), (32, 8, 128), index, rope, cache, index, norm(128), norm(128)
+            empty(tokens, 48 * 128), (32, 8, 128), index, rope, cache, index, norm(128), norm(128)
         )
-    assert [found.kernel for found in made] == ["rotate_and_write"]
-    assert made[0].stack == 0
+    apart = form != "nhd" and tokens > 4
+    assert [found.kernel for found in made] == ["rotate_and_write", "write_values"][: 1 + apart]
+    assert all(found.stack == 0 for found in made)
+    if apart:
+        # A warp stores bytes of 32 tokens, side by side, of one element: else each is a transaction of its own
+        ir = made[1].layouts
+        store = re.search(r"tt\.store .*tensor<(\d+)x(\d+)x!tt\.ptr<i8>, (#\w+)>", ir)
+        assert store is not None
+        lanes = re.search(rf"{store[3]} = .*threadsPerWarp = \[(\d+), (\d+)\]", ir)
+        assert lanes is not None
+        assert lanes[1 if store[1] == "32" else 2] == "32"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

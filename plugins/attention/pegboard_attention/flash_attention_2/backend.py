@@ -16,10 +16,13 @@ from pegboard.contracts.device import TensorSpec
 from pegboard.dtypes import torch_dtype
 from pegboard.errors import PegboardError
 
+from ..quantized_kv import STORED, quantized_layout
+from ..widening import format_of
 from .options import FlashAttention2Options, KernelName
 from .paths import Path, choose_path, hopper_refusals
 from .problem import Entries, Forward, Mixing
 from .schedule import Schedule, make_schedule
+from .unpacking import MOST_ENTRIES, Unpacked, make_room
 
 DTYPES = ("bfloat16", "float16")
 #: Under Triton's interpreter, which serves tests on CPUs; its bfloat16 products are wrong.
@@ -39,14 +42,19 @@ class FlashPlan:
     sinks: bool
     path: Path
     schedule: Schedule
+    #: Where quantized K/V are unpacked for the path's kernel; None: it reads them as they are.
+    unpacked: Unpacked | None
 
 
 class FlashAttention2(AttentionBackend[FlashPlan]):
     """Exact attention for rows of many queries: tiles with an online softmax, K/V read page by page where they lie.
 
     Dao, 2023 (arXiv 2307.08691). Softmax and sums in float32. Rows may be ragged, have a prefix in the cache, windows,
-    soft caps and sinks; tiles are scheduled on the device from true lengths. What a row gives does not depend on its
-    neighbours, bit for bit.
+    soft caps and sinks; tiles are scheduled on the device from true lengths.
+
+    Eight-bit K/V are dequantized by the portable kernel in its tiles (K exactly, V rounded to the compute dtype), or in
+    a workspace before the Hopper kernel (both rounded, see `unpacking`). Which of the two runs depends on the batch, so
+    in batch-invariant mode it is the first. Else what a row gives does not depend on its neighbours, bit for bit.
     """
 
     capturable = True
@@ -55,12 +63,15 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
         self._need = need
         self._dtype = torch_dtype(need.dtype)
         self._kernel = kernel
+        capability = need.device.capability
+        interpreted = triton.knobs.runtime.interpret
+        self._format = format_of(need.kv_dtype, hopper=not interpreted and (capability or (0, 0)) >= (9, 0))
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
         reasons = _device_refusals(need)
-        if need.kv_dtype != need.dtype:
-            reasons.append(f"reads K/V of the compute dtype {need.dtype} only, not {need.kv_dtype}")
+        if need.kv_dtype != need.dtype and need.kv_dtype not in STORED:
+            reasons.append(f"reads K/V in {need.dtype}, {' or '.join(STORED)}, not in {need.kv_dtype}")
         if need.page_size < MIN_PAGE_SIZE or need.page_size & (need.page_size - 1):
             reasons.append(f"reads pages of a power of two of at least {MIN_PAGE_SIZE} entries, not {need.page_size}")
         if need.phase != "prefill":
@@ -70,6 +81,10 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
         if need.score_mass:
             reasons.append("does not report score mass")
         kernel = _options(options).kernel
+        if kernel == "hopper" and need.kv_dtype in STORED:
+            reasons.append(
+                f"the Hopper kernel reads no K/V in {need.kv_dtype}: with kernel = 'auto' they are unpacked for it"
+            )
         for layer in dict.fromkeys(need.layers):
             reasons.extend(_layer_refusals(layer))
             if kernel == "hopper":
@@ -82,9 +97,27 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
 
     @classmethod
     def layouts(cls, need: AttentionNeed, layer: AttentionLayer, options: Any) -> Sequence[KVLayout]:
+        if need.kv_dtype in STORED:
+            return (quantized_layout(layer, need.page_size, need.kv_dtype),)
         shape = (need.page_size, layer.kv_heads, layer.head_size)
         tensors = tuple(TensorSpec(name=name, shape=shape, dtype=need.kv_dtype) for name in ("k", "v"))
         return (KVLayout(name="nhd", tensors=tensors),)
+
+    def workspace(self) -> Sequence[TensorSpec]:
+        """Room for unpacked K/V of the longest row, if that is at most `unpacking.MOST_ENTRIES` long."""
+        need = self._need
+        layers = [layer for layer in dict.fromkeys(need.layers) if self._unpacks(layer)]
+        if not layers:
+            return ()
+        entries = -(-min(need.max_length, MOST_ENTRIES) // need.page_size) * need.page_size
+        shape = (entries * max(layer.kv_heads * layer.head_size for layer in layers),)
+        return tuple(TensorSpec(name=name, shape=shape, dtype=need.dtype) for name in ("unpacked_k", "unpacked_v"))
+
+    def _unpacks(self, layer: AttentionLayer) -> bool:
+        """Whether eight-bit K/V may be unpacked for the Hopper kernel."""
+        need = self._need
+        able = self._format != 0 and self._kernel == "auto" and not need.batch_invariant
+        return able and not hopper_refusals(need.device.capability, need.dtype, layer.head_size)
 
     def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> FlashPlan:
         mixing = Mixing(
@@ -95,7 +128,12 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
             window=layer.window,
             softcap=layer.softcap,
         )
-        path = choose_path(self._kernel, self._need.device.capability, self._need.dtype, layer.head_size)
+        unpacked = None
+        if self._unpacks(layer):
+            rooms = workspace["unpacked_k"], workspace["unpacked_v"]
+            unpacked = make_room(rows, mixing, self._need.page_size, *rooms)
+        kernel = "portable" if self._format and unpacked is None else self._kernel
+        path = choose_path(kernel, self._need.device.capability, self._need.dtype, layer.head_size)
         tiling = path.tiling
         schedule = make_schedule(
             rows.query_start,
@@ -106,7 +144,7 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
             block=tiling.block,
             window=layer.window,
         )
-        return FlashPlan(rows.bounds, mixing, rows.page_table, layer.sinks, path, schedule)
+        return FlashPlan(rows.bounds, mixing, rows.page_table, layer.sinks, path, schedule, unpacked)
 
     def forward(
         self,
@@ -122,10 +160,22 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
             raise PegboardError(f"q is {tuple(q.shape)} {q.dtype}; the plan is for {expected} {self._dtype}")
         if plan.sinks != (sinks is not None):
             raise PegboardError("the layer has sinks and none were given" if plan.sinks else "sinks without need")
-        entries = Entries(cache.tensors["k"], cache.tensors["v"], table=plan.page_table)
+        entries = _entries(cache, plan.page_table, self._format)
+        if plan.unpacked is not None:
+            entries = plan.unpacked.fill(entries, plan.mixing)
         out = torch.empty(expected, dtype=q.dtype, device=q.device)
         plan.path.launch(Forward(q, entries, plan.schedule, plan.mixing, plan.path.tiling, out, sinks=sinks))
         return out
+
+
+def _entries(cache: LayerCache, table: Tensor, form: int) -> Entries:
+    k, v = cache.tensors["k"], cache.tensors["v"]
+    if not form:
+        return Entries(k, v, table=table)
+    k, v = (x.view(torch.uint8) for x in (k, v))  # kernels widen eight-bit formats themselves
+    k_scale, v_scale = (cache.tensors[name].transpose(1, 2) for name in ("k_scale", "v_scale"))
+    turned = v.permute(0, 3, 1, 2)
+    return Entries(k.transpose(1, 2), turned, table=table, k_scale=k_scale, v_scale=v_scale, format=form)
 
 
 def _options(options: Any) -> FlashAttention2Options:

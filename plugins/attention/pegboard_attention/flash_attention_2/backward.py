@@ -35,6 +35,45 @@ def _weights(
 
 
 @triton.jit
+def _of_queries(
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, query, queries, first_token, tokens, head, query_heads,
+    WIDTH: tl.constexpr, HEAD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """What both kernels need of a tile of queries of one head: q, dout, lse, delta, and the tile's place and mask."""
+    column = tl.arange(0, WIDTH)
+    inside = query < queries
+    place = ((first_token + query) * query_heads + head)[:, None] * HEAD_SIZE + column[None, :]
+    mask = inside[:, None] & (column < HEAD_SIZE)[None, :]
+    q = tl.load(q_ptr + place, mask=mask, other=0.0)
+    dout = tl.load(dout_ptr + place, mask=mask, other=0.0)
+    sums = head.to(tl.int64) * tokens + first_token + query
+    lse = tl.load(lse_ptr + sums, mask=inside, other=0.0)
+    delta = tl.load(delta_ptr + sums, mask=inside, other=0.0)
+    return q, dout, lse, delta, place, mask
+
+
+@triton.jit
+def _of_entries(
+    k_ptr, v_ptr, entry, kv_len, first_entry, kv_head, kv_heads, WIDTH: tl.constexpr, HEAD_SIZE: tl.constexpr
+):
+    """A block of K and V of one head, and its place and mask."""
+    column = tl.arange(0, WIDTH)
+    place = ((first_entry + entry) * kv_heads + kv_head)[:, None] * HEAD_SIZE + column[None, :]
+    mask = (entry < kv_len)[:, None] & (column < HEAD_SIZE)[None, :]
+    return tl.load(k_ptr + place, mask=mask, other=0.0), tl.load(v_ptr + place, mask=mask, other=0.0), place, mask
+
+
+@triton.jit
+def _row(row, query_start_ptr, kv_start_ptr):
+    """A row's first token and queries, first entry and entries."""
+    first_token = tl.load(query_start_ptr + row).to(tl.int64)
+    queries = (tl.load(query_start_ptr + row + 1) - first_token).to(tl.int32)
+    first_entry = tl.load(kv_start_ptr + row).to(tl.int64)
+    kv_len = (tl.load(kv_start_ptr + row + 1) - first_entry).to(tl.int32)
+    return first_token, queries, first_entry, kv_len
+
+
+@triton.jit
 def kv_gradients(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, kv_start_ptr,
     tokens, query_heads, kv_heads, scale, pre_scale, slope_scale, window,
@@ -42,21 +81,15 @@ def kv_gradients(
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """q, dout [T, H, D]; k, v, dk, dv [E, K, D]; lse, delta [H, T], all contiguous. Grid: (blocks, rows, K)."""
-    row = tl.program_id(1)
     kv_head = tl.program_id(2)
-    first_token = tl.load(query_start_ptr + row).to(tl.int64)
-    queries = (tl.load(query_start_ptr + row + 1) - first_token).to(tl.int32)
-    first_entry = tl.load(kv_start_ptr + row).to(tl.int64)
-    kv_len = (tl.load(kv_start_ptr + row + 1) - first_entry).to(tl.int32)
+    first_token, queries, first_entry, kv_len = _row(tl.program_id(1), query_start_ptr, kv_start_ptr)
     start = tl.program_id(0) * N
     if start >= kv_len:
         return
     entry = start + tl.arange(0, N)
-    column = tl.arange(0, WIDTH)
-    kv_place = ((first_entry + entry) * kv_heads + kv_head)[:, None] * HEAD_SIZE + column[None, :]
-    kv_mask = (entry < kv_len)[:, None] & (column < HEAD_SIZE)[None, :]
-    k = tl.load(k_ptr + kv_place, mask=kv_mask, other=0.0)
-    v = tl.load(v_ptr + kv_place, mask=kv_mask, other=0.0)
+    k, v, kv_place, kv_mask = _of_entries(
+        k_ptr, v_ptr, entry, kv_len, first_entry, kv_head, kv_heads, WIDTH, HEAD_SIZE
+    )  # fmt: skip
     dk = tl.zeros([N, WIDTH], tl.float32)
     dv = tl.zeros([N, WIDTH], tl.float32)
 
@@ -69,14 +102,10 @@ def kv_gradients(
         head = kv_head * group + member
         for begin in range(first_query, end_query, M):
             query = begin + tl.arange(0, M)
-            inside = query < queries
-            place = ((first_token + query) * query_heads + head)[:, None] * HEAD_SIZE + column[None, :]
-            mask = inside[:, None] & (column < HEAD_SIZE)[None, :]
-            q = tl.load(q_ptr + place, mask=mask, other=0.0)
-            dout = tl.load(dout_ptr + place, mask=mask, other=0.0)
-            sums = head.to(tl.int64) * tokens + first_token + query
-            lse = tl.load(lse_ptr + sums, mask=inside, other=0.0)
-            delta = tl.load(delta_ptr + sums, mask=inside, other=0.0)
+            q, dout, lse, delta, _, _ = _of_queries(
+                q_ptr, dout_ptr, lse_ptr, delta_ptr, query, queries, first_token, tokens, head, query_heads,
+                WIDTH, HEAD_SIZE,
+            )  # fmt: skip
             p, slope = _weights(
                 q, k, lse, query, entry, queries, kv_len, scale, pre_scale, window, CAUSAL, SOFTCAP
             )  # fmt: skip
@@ -96,26 +125,17 @@ def query_gradients(
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """As kv_gradients; dq [T, H, D]. Grid: (tiles of queries, rows, H)."""
-    row = tl.program_id(1)
     head = tl.program_id(2)
-    first_token = tl.load(query_start_ptr + row).to(tl.int64)
-    queries = (tl.load(query_start_ptr + row + 1) - first_token).to(tl.int32)
-    first_entry = tl.load(kv_start_ptr + row).to(tl.int64)
-    kv_len = (tl.load(kv_start_ptr + row + 1) - first_entry).to(tl.int32)
+    first_token, queries, first_entry, kv_len = _row(tl.program_id(1), query_start_ptr, kv_start_ptr)
     begin = tl.program_id(0) * M
     if begin >= queries:
         return
     kv_head = head // (query_heads // kv_heads)
     query = begin + tl.arange(0, M)
-    column = tl.arange(0, WIDTH)
-    inside = query < queries
-    place = ((first_token + query) * query_heads + head)[:, None] * HEAD_SIZE + column[None, :]
-    mask = inside[:, None] & (column < HEAD_SIZE)[None, :]
-    q = tl.load(q_ptr + place, mask=mask, other=0.0)
-    dout = tl.load(dout_ptr + place, mask=mask, other=0.0)
-    sums = head.to(tl.int64) * tokens + first_token + query
-    lse = tl.load(lse_ptr + sums, mask=inside, other=0.0)
-    delta = tl.load(delta_ptr + sums, mask=inside, other=0.0)
+    q, dout, lse, delta, place, mask = _of_queries(
+        q_ptr, dout_ptr, lse_ptr, delta_ptr, query, queries, first_token, tokens, head, query_heads,
+        WIDTH, HEAD_SIZE,
+    )  # fmt: skip
     dq = tl.zeros([M, WIDTH], tl.float32)
 
     first, end = 0, kv_len
@@ -125,10 +145,7 @@ def query_gradients(
         end = tl.minimum(position + M, kv_len)
     for start in range(first, end, N):
         entry = start + tl.arange(0, N)
-        kv_place = ((first_entry + entry) * kv_heads + kv_head)[:, None] * HEAD_SIZE + column[None, :]
-        kv_mask = (entry < kv_len)[:, None] & (column < HEAD_SIZE)[None, :]
-        k = tl.load(k_ptr + kv_place, mask=kv_mask, other=0.0)
-        v = tl.load(v_ptr + kv_place, mask=kv_mask, other=0.0)
+        k, v, _, _ = _of_entries(k_ptr, v_ptr, entry, kv_len, first_entry, kv_head, kv_heads, WIDTH, HEAD_SIZE)
         p, slope = _weights(q, k, lse, query, entry, queries, kv_len, scale, pre_scale, window, CAUSAL, SOFTCAP)
         dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None]) * slope

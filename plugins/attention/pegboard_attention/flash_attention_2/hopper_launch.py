@@ -17,50 +17,23 @@ _GROUP_ROWS = 64
 
 
 def launch(call: Forward) -> None:
-    mixing, entries, q = call.mixing, call.entries, _aligned(call.q)
-    sizes = call.tiling
-    heads = mixing.packed_heads(sizes.rows)
-    block, width = sizes.block, max(64, padded_width(mixing.head_size))
-    groups = mixing.query_heads // heads
-    page_size = entries.page_size
-    scale, pre_scale = mixing.exponents
-    q_box = [_GROUP_ROWS // heads, heads, width]
-    kv_box = [1, min(page_size or block, block), 1, width]
-    placeholder = call.schedule.count
-    table = placeholder if entries.table is None else entries.table
+    entries, q = call.entries, _aligned(call.q)
+    block, width = call.tiling.block, max(64, padded_width(call.mixing.head_size))
+    q_box = [_GROUP_ROWS // call.heads, call.heads, width]
+    kv_box = [1, min(entries.page_size or block, block), 1, width]
     processors = _processors(q.device.index or 0)
-    hopper_forward[(min(processors, call.schedule.limit * groups),)](
+    hopper_forward[(min(processors, call.schedule.limit * call.groups),)](
         _descriptor(q, q_box),
         _descriptor(entries.k, kv_box),
         _descriptor(entries.v, kv_box),
         _descriptor(call.out, q_box),
         call.out,
-        placeholder if call.lse is None else call.lse,
-        placeholder if call.sinks is None else call.sinks,
-        table,
-        placeholder if entries.starts is None else entries.starts,
-        call.schedule.tiles,
-        call.schedule.count,
-        table.stride(0),
-        q.shape[0],
-        scale,
-        pre_scale,
-        mixing.reach,
-        groups,
-        groups // mixing.kv_heads,
-        BLOCK=block,
-        PAGE=page_size,
-        STAGES=sizes.stages,
-        HEADS=heads,
-        CAUSAL=mixing.causal,
-        WINDOW=mixing.window is not None,
-        SOFTCAP=mixing.softcap is not None,
-        SINKS=call.sinks is not None,
-        LSE=call.lse is not None,
-        HEAD_SIZE=mixing.head_size,
+        *call.tensors(),
+        *call.numbers(),
+        **call.constants(),
+        STAGES=call.tiling.stages,
         PRODUCER_REGISTERS=24,
         CONSUMER_REGISTERS=240,
-        num_warps=sizes.warps,
         maxnreg=168,
     )
 

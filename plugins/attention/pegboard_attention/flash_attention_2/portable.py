@@ -4,7 +4,8 @@
 
 A program holds the queries of a tile and walks over blocks of K and V, from the first to the last that any of them
 sees; masks are only computed where some query does not see all of a block. It moves K and V once for each tile; the
-matrix units are the limit, as long as loads are far enough ahead.
+matrix units are the limit, as long as loads are far enough ahead. Tiles of an eight-bit cache are widened after the
+load, a few instructions an element, which comes to about half of what the softmax takes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..widening import dequantized, unit_of, widen
 from .schedule import END_BLOCK, FIELDS, FIRST_BLOCK, FIRST_TOKEN, KV_LEN, LOWEST, POSITION, ROW, TOKENS
 
 #: Hidden scores are -inf, and a row's greatest score at least this: exp2(-inf - LEAST) is 0, not NaN, while a row has
@@ -33,13 +35,25 @@ def _page_ids(table_ptr, block, last, BLOCK: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _load(at, readable, inside, WHOLE: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of entries and columns, zeros in place of entries that may not be read and of columns behind the head."""
+    if MASKED:
+        tile = tl.load(at, mask=readable & inside, other=0)
+    elif WHOLE:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=inside, other=0)
+    return tile
+
+
+@triton.jit
 def _blocks(
     acc, total, peak, q, k_ptr, v_ptr, table_ptr, first, end, position, kv_len, lowest, scale, pre_scale, window,
-    k_page, k_entry, v_page, v_entry,
+    k_page, k_entry, v_page, v_entry, k_scale_ptr, v_scale_ptr, scale_page,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, HEAD_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Blocks first to end - 1. k_ptr, v_ptr: the row's first entry, or the pool's, of one head."""
+    """Blocks first to end - 1. k_ptr, v_ptr and scales: the row's first entry, or the pool's, of one head."""
     column = tl.arange(0, WIDTH)
     last = tl.maximum(kv_len - 1, 0)
     # A page id is asked for one block ahead: else its loads could not run ahead of the arithmetic
@@ -54,19 +68,27 @@ def _blocks(
             pages = _page_ids(table_ptr, tl.minimum(block + 1, end - 1), last, BLOCK, PAGE)
             k_place = page * k_page + (entry % PAGE) * k_entry
             v_place = page * v_page + (entry % PAGE) * v_entry
-        k_ptrs = k_ptr + k_place[None, :] + column[:, None]
-        v_ptrs = v_ptr + v_place[:, None] + column[None, :]
-        if MASKED:
-            readable = (entry >= lowest) & (entry < kv_len)
-            k = tl.load(k_ptrs, mask=readable[None, :] & (column < HEAD_SIZE)[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=readable[:, None] & (column < HEAD_SIZE)[None, :], other=0.0)
-        elif WIDTH != HEAD_SIZE:
-            k = tl.load(k_ptrs, mask=(column < HEAD_SIZE)[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=(column < HEAD_SIZE)[None, :], other=0.0)
+        readable = (entry >= lowest) & (entry < kv_len)
+        inside = column < HEAD_SIZE
+        WHOLE: tl.constexpr = WIDTH == HEAD_SIZE
+        k = _load(k_ptr + k_place[None, :] + column[:, None], readable[None, :], inside[:, None], WHOLE, MASKED)
+        if FORMAT == 0:
+            v = _load(v_ptr + v_place[:, None] + column[None, :], readable[:, None], inside[None, :], WHOLE, MASKED)
         else:
-            k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
+            turned = v_ptr + v_place[None, :] + column[:, None] * PAGE
+            v = _load(turned, readable[None, :], inside[:, None], WHOLE, MASKED)
+            place = page * scale_page + entry % PAGE
+            if MASKED:
+                k_scale = tl.load(k_scale_ptr + place, mask=readable, other=0.0)
+                v_scale = tl.load(v_scale_ptr + place, mask=readable, other=0.0)
+            else:
+                k_scale = tl.load(k_scale_ptr + place)
+                v_scale = tl.load(v_scale_ptr + place)
+            k = widen(k, FORMAT, False, ASSEMBLY).to(q.dtype)  # exact: scores are scaled instead
+            v = tl.trans(dequantized(v, v_scale[None, :], q.dtype, FORMAT, ASSEMBLY))
         s = tl.dot(q, k, input_precision="ieee")
+        if FORMAT != 0:
+            s *= (k_scale * unit_of(FORMAT))[None, :]
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (e^2x + 1)
             s = 1 - 2 / (tl.math.exp2(s * pre_scale) + 1)
@@ -90,10 +112,10 @@ def _blocks(
 def portable_forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, table_ptr, kv_start_ptr, tiles_ptr, count_ptr,
     q_token, q_head, k_page, k_entry, k_head, v_page, v_entry, v_head, table_stride, tokens,
-    scale, pre_scale, window, groups, groups_per_kv,
+    scale, pre_scale, window, groups, groups_per_kv, k_scale_ptr, v_scale_ptr, scale_page, scale_head,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """See the module. Strides in elements; out [T, H, D] contiguous, lse [H, T]; the last dimension of all is
     contiguous. Rows of a tile are queries, each with HEADS heads side by side."""
@@ -114,6 +136,9 @@ def portable_forward(
     table_ptr += row.to(tl.int64) * table_stride
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
+    if FORMAT != 0:
+        k_scale_ptr += kv_head * scale_head
+        v_scale_ptr += kv_head * scale_head
     if PAGE == 0:
         start = tl.load(kv_start_ptr + row).to(tl.int64)
         k_ptr += start * k_entry
@@ -143,15 +168,18 @@ def portable_forward(
     if WINDOW:
         acc, total, peak = _blocks(
             acc, total, peak, q, k_ptr, v_ptr, table_ptr, first_block, whole_first, position, kv_len, lowest, scale,
-            pre_scale, window, k_page, k_entry, v_page, v_entry, BLOCK, PAGE, WIDTH, HEAD_SIZE, CAUSAL, SOFTCAP, True,
+            pre_scale, window, k_page, k_entry, v_page, v_entry, k_scale_ptr, v_scale_ptr, scale_page,
+            BLOCK, PAGE, WIDTH, HEAD_SIZE, CAUSAL, SOFTCAP, FORMAT, ASSEMBLY, True,
         )  # fmt: skip
     acc, total, peak = _blocks(
         acc, total, peak, q, k_ptr, v_ptr, table_ptr, whole_first, whole_end, position, kv_len, lowest, scale,
-        pre_scale, window, k_page, k_entry, v_page, v_entry, BLOCK, PAGE, WIDTH, HEAD_SIZE, CAUSAL, SOFTCAP, False,
+        pre_scale, window, k_page, k_entry, v_page, v_entry, k_scale_ptr, v_scale_ptr, scale_page,
+        BLOCK, PAGE, WIDTH, HEAD_SIZE, CAUSAL, SOFTCAP, FORMAT, ASSEMBLY, False,
     )  # fmt: skip
     acc, total, peak = _blocks(
         acc, total, peak, q, k_ptr, v_ptr, table_ptr, whole_end, end_block, position, kv_len, lowest, scale,
-        pre_scale, window, k_page, k_entry, v_page, v_entry, BLOCK, PAGE, WIDTH, HEAD_SIZE, CAUSAL, SOFTCAP, True,
+        pre_scale, window, k_page, k_entry, v_page, v_entry, k_scale_ptr, v_scale_ptr, scale_page,
+        BLOCK, PAGE, WIDTH, HEAD_SIZE, CAUSAL, SOFTCAP, FORMAT, ASSEMBLY, True,
     )  # fmt: skip
 
     seen_any = total > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from .portable import portable_forward
@@ -11,48 +12,30 @@ from .tiling import padded_width
 
 
 def launch(call: Forward) -> None:
-    mixing, entries, q = call.mixing, call.entries, _last_contiguous(call.q)
-    k, v = _last_contiguous(entries.k), _last_contiguous(entries.v)
-    sizes = call.tiling
-    heads = mixing.packed_heads(sizes.rows)
-    groups = mixing.query_heads // heads
-    scale, pre_scale = mixing.exponents
-    placeholder = call.schedule.count
-    table = placeholder if entries.table is None else entries.table
-    portable_forward[(call.schedule.limit * groups,)](
+    entries, q = call.entries, _last_contiguous(call.q)
+    k, v, k_scale, v_scale = entries.k, entries.v, entries.k_scale, entries.v_scale
+    if k_scale is None:
+        k, v = _last_contiguous(k), _last_contiguous(v)
+    portable_forward[(call.schedule.limit * call.groups,)](
         q,
         k,
         v,
         call.out,
-        placeholder if call.lse is None else call.lse,
-        placeholder if call.sinks is None else call.sinks,
-        table,
-        placeholder if entries.starts is None else entries.starts,
-        call.schedule.tiles,
-        call.schedule.count,
+        *call.tensors(),
         *q.stride()[:2],
         *k.stride()[:3],
         *v.stride()[:3],
-        table.stride(0),
-        q.shape[0],
-        scale,
-        pre_scale,
-        mixing.reach,
-        groups,
-        groups // mixing.kv_heads,
-        ROWS=sizes.rows,
-        BLOCK=sizes.block,
-        PAGE=entries.page_size,
-        WIDTH=padded_width(mixing.head_size),
-        HEADS=heads,
-        CAUSAL=mixing.causal,
-        WINDOW=mixing.window is not None,
-        SOFTCAP=mixing.softcap is not None,
-        SINKS=call.sinks is not None,
-        LSE=call.lse is not None,
-        HEAD_SIZE=mixing.head_size,
-        num_warps=sizes.warps,
-        num_stages=sizes.stages,
+        *call.numbers(),
+        k_scale,
+        v_scale,
+        0 if k_scale is None else k_scale.stride(0),
+        0 if k_scale is None else k_scale.stride(2),
+        **call.constants(),
+        ROWS=call.tiling.rows,
+        WIDTH=padded_width(call.mixing.head_size),
+        FORMAT=entries.format,
+        ASSEMBLY=not triton.knobs.runtime.interpret,
+        num_stages=call.tiling.stages,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -55,12 +55,18 @@ class Mixing:
 @dataclass(frozen=True)
 class Entries:
     """K and V. Paged: k and v [pages, S, K, D] in any strides but the last, table [R, P] int32. Side by side: k and v
-    [1, entries, K, D], starts [R] int32: where each row's entries begin."""
+    [1, entries, K, D], starts [R] int32: where each row's entries begin.
+
+    Quantized: k and v are bytes in pages, v with the entries of a page side by side (stride 1); scales [pages, S, K]
+    float32, of the same strides; `format` is the FORMAT of `widening.widen`."""
 
     k: Tensor
     v: Tensor
     table: Tensor | None = None
     starts: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    format: int = 0
 
     @property
     def page_size(self) -> int:
@@ -80,3 +86,40 @@ class Forward:
     out: Tensor
     lse: Tensor | None = None
     sinks: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """Query heads side by side in a tile."""
+        return self.mixing.packed_heads(self.tiling.rows)
+
+    @property
+    def groups(self) -> int:
+        return self.mixing.query_heads // self.heads
+
+    # What both kernels take, in their order
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """lse, sinks, page table, starts, tiles and their count; anything in place of those that are not used."""
+        entries, nothing = self.entries, self.schedule.count
+        given = (self.lse, self.sinks, entries.table, entries.starts)
+        return (*(nothing if x is None else x for x in given), self.schedule.tiles, self.schedule.count)
+
+    def numbers(self) -> tuple[float, ...]:
+        mixing, table = self.mixing, self.entries.table
+        strides = (0 if table is None else table.stride(0), self.q.shape[0])
+        return (*strides, *mixing.exponents, mixing.reach, self.groups, self.groups // mixing.kv_heads)
+
+    def constants(self) -> dict[str, Any]:
+        mixing = self.mixing
+        return {
+            "BLOCK": self.tiling.block,
+            "PAGE": self.entries.page_size,
+            "HEADS": self.heads,
+            "CAUSAL": mixing.causal,
+            "WINDOW": mixing.window is not None,
+            "SOFTCAP": mixing.softcap is not None,
+            "SINKS": self.sinks is not None,
+            "LSE": self.lse is not None,
+            "HEAD_SIZE": mixing.head_size,
+            "num_warps": self.tiling.warps,
+        }

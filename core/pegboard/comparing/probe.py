@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -241,6 +241,9 @@ class ProbedSampler(_MadeByCompare, Sampler):
 
     def features(self, host_slots: Sequence[int]) -> frozenset[str]:
         return self._main.features(host_slots)
+
+    def graph_key(self, host_slots: Sequence[int]) -> Hashable:
+        return self._main.graph_key(host_slots)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> SampleOutput:
         out, probe = self._main.sample(logits, rows), self._probe

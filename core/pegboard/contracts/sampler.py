@@ -10,7 +10,7 @@ Letters: N rows that choose a token, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
@@ -104,8 +104,10 @@ class SampleRows(msgspec.Struct, frozen=True, kw_only=True):
     slots: Tensor
     #: [N] int64: absolute position that the chosen token will have (the counter of the noise).
     positions: Tensor
-    #: The same slots on the host.
+    #: The same slots on the host, without the idle ones of a captured step, which come last.
     host_slots: tuple[int, ...]
+    #: `Sampler.graph_key` of the slots, all that a capturable sampler may choose its code by; None: it asks itself.
+    key: Hashable = None
 
 
 class LogprobTensors(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,12 +157,16 @@ class VerifyOutput(msgspec.Struct, frozen=True, kw_only=True):
 class Sampler(ABC):
     """Chooses tokens. State of slots is the sampler's own; the runner opens a slot before its first rows.
 
-    Invariants: logits are not changed; ids of a row depend on its logits, its slot's state and its position only; the
-    state of a capturable sampler keeps its address; nothing synchronises the device, except in a sampler that declares
-    `needs_host_token`.
+    Invariants: logits are not changed; ids of a row depend on its logits, its slot's state and its position only;
+    nothing synchronises the device, except in a sampler that declares `needs_host_token`.
+
+    A capturable sampler keeps per-slot parameters on the device, at addresses that stay. A step recorded with some key
+    serves every step with an equal `graph_key` and as many rows, whatever its slots, positions and logits; counts
+    advance in the replay. `open` runs outside of the graph. Idle rows of such a step name a slot that the runner keeps
+    for them and may never have opened, several the same one: they may hold anything and harm nobody.
     """
 
-    #: sample and verify may be recorded into a CUDA graph.
+    #: sample and verify may be recorded into a CUDA graph, after one call with the same key and rows outside of it.
     capturable: bool = False
     #: The sampler needs the host's view of each token before the next: its rows never run ahead.
     needs_host_token: bool = False
@@ -179,7 +185,12 @@ class Sampler(ABC):
 
     @abstractmethod
     def features(self, host_slots: Sequence[int]) -> frozenset[str]:
-        """What these slots use, e.g. {"noise", "top_p", "penalties", "logprobs"}: part of a graph's key."""
+        """What these slots use, e.g. {"noise", "top_p", "penalties", "logprobs"}."""
+
+    def graph_key(self, host_slots: Sequence[int]) -> Hashable:
+        """The sampler's part of a captured step's key: equal for slots whose rows the same recorded work serves. Not
+        None. As coarse as it can be: each value costs the runner a graph."""
+        return self.features(host_slots)
 
     @abstractmethod
     def sample(self, logits: Tensor, rows: SampleRows) -> SampleOutput:

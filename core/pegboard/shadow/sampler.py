@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -65,11 +65,15 @@ class BesideSampler(Sampler):
     def features(self, host_slots: Sequence[int]) -> frozenset[str]:
         return self._main.features(host_slots)
 
+    def graph_key(self, host_slots: Sequence[int]) -> Hashable:
+        return self._main.graph_key(host_slots)
+
     def sample(self, logits: Tensor, rows: SampleRows) -> SampleOutput:
         out = self._main.sample(logits, rows)
         if self._log.active:
             ids = out.ids.clone()
-            expected = self._log.run("sampler", lambda: self._reopened(rows.host_slots).sample(logits, rows))
+            plain = replace(rows, key=None)  # the key is the main sampler's
+            expected = self._log.run("sampler", lambda: self._reopened(rows.host_slots).sample(logits, plain))
             if expected is not None:
                 self._log.compare_ids("sampler", _rows(rows.host_slots), ids, expected.ids)
                 self._compare_logprobs(out.logprobs, expected.logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -168,6 +169,9 @@ class SamplerSuite(SamplerChoices, standard=True):
         check(
             isinstance(named, frozenset), f"features are a {type(named).__name__}, must be a frozenset: part of a key"
         )
+        key = sampler.graph_key([0, 1])
+        check(key is not None, "graph_key is None, which in SampleRows means that nobody asked for it")
+        check(hash(key) == hash(sampler.graph_key([1, 0])), "graph_key depends on the order of the slots")
 
     # -- log-probabilities
 
@@ -299,13 +303,20 @@ class SamplerSuite(SamplerChoices, standard=True):
             sampler.sample(logits, rows)
 
     def test_capturable(self, candidate: Candidate, dtype: str) -> None:
-        """A recorded graph must follow new logits, positions and slots, and go on counting."""
+        """A recorded graph must follow new logits, positions, slots and parameters of slots, and go on counting. Its last
+        row is idle: a slot that was never opened, logits that are NaN."""
         if not self.device.startswith("cuda") or not candidate.factory.capturable:
             pytest.skip("recorded on CUDA only, when the sampler says that it is capturable")
-        kind: dict[str, Any] = {"frequency_penalty": 1.0, "top_p": 0.9}
-        openings = [self.opening(slot, **kind) for slot in range(3)]
-        sampler = self.make(candidate, openings, 50)
-        logits, rows = self.logits(3, 50, dtype), self.sample_rows([0, 1, 2], [0, 0, 0])
+        kinds: list[dict[str, Any]] = [
+            {"frequency_penalty": 1.0, "top_p": 0.9},
+            {"presence_penalty": 0.5, "temperature": 0.7, "top_p": 0.6},
+        ]
+        sampler = candidate.create(self.need(50, 6))
+        sampler.open([self.opening(slot, **kinds[0]) for slot in range(5)])
+        key = sampler.graph_key([0, 1, 2])
+        logits, rows = self.logits(4, 50, dtype), self.sample_rows([0, 1, 2, 5], [0, 0, 0, 0])
+        rows = msgspec.structs.replace(rows, host_slots=(0, 1, 2), key=key)
+        logits[3] = math.nan
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -314,13 +325,20 @@ class SamplerSuite(SamplerChoices, standard=True):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = sampler.sample(logits, rows)
-        sampler.open(openings)
-        outputs: list[tuple[int, ...]] = [(), (), ()]
-        for step in range(5):
-            logits.copy_(self.logits(3, 50, dtype, seed=step))
-            rows.positions.fill_(step)
-            graph.replay()
-            ids = out.ids.tolist()
-            now = [self.opening(slot, output=outputs[slot], **kind) for slot in range(3)]
-            self.hold_choices(ids, logits, now, step, dtype)
-            outputs = [(*output, id) for output, id in zip(outputs, ids, strict=True)]
+        for turn, order in enumerate(([0, 1, 2], [4, 1, 3])):
+            openings = [self.opening(slot, **kinds[(slot + turn) % 2]) for slot in order]
+            sampler.open(openings)
+            check(sampler.graph_key(order) == key, "slots that use the same have another graph_key")
+            rows.slots[:3] = torch.tensor(order, device=self.device)
+            outputs: list[tuple[int, ...]] = [(), (), ()]
+            for step in range(5):
+                logits[:3] = self.logits(3, 50, dtype, seed=step)
+                rows.positions.fill_(step)
+                graph.replay()
+                ids = out.ids.tolist()[:3]
+                now = [
+                    self.opening(slot, output=output, **kinds[(slot + turn) % 2])
+                    for slot, output in zip(order, outputs, strict=True)
+                ]
+                self.hold_choices(ids, logits[:3], now, step, dtype)
+                outputs = [(*output, id) for output, id in zip(outputs, ids, strict=True)]

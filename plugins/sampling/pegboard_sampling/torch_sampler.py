@@ -48,6 +48,9 @@ class TorchSampler(Sampler):
     A NaN among a row's logits gives id -1, no token above -inf -2. A +inf logit wins; several share the mass.
     """
 
+    #: Rows are gathered by what the host knows of their slots, and the pool of counts moves when it grows.
+    capturable = False
+
     def __init__(self, need: SamplerNeed) -> None:
         self._vocab_size = need.vocab_size
         self._max_drafts = need.max_drafts

@@ -143,6 +143,7 @@ def derive_needs(
             slots=config.max_rows,
             max_length=max_length,
             batch_invariant=config.batch_invariant,
+            dtype=dtype,
         ),
         scheduler=SchedulerNeed(
             max_rows=config.max_rows,

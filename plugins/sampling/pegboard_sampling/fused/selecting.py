@@ -1,0 +1,243 @@
+"""Rows whose choice may be among many tokens: top-p without top-k, min-p alone, top-k beyond 64.
+
+`gather_candidates` lists what may take part, in any order, one program a chunk. `select` finds the last key that does,
+one program a row, by weighing what lies above 16 thresholds at once, between those that bracket the answer. Decided
+tokens leave the list in each round; keys are distinct and weights integers, so ties and order change nothing."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import chunks, noise
+from . import values as v
+
+THRESHOLDS = tl.constexpr(16)
+
+
+@triton.jit
+def _kth_maximum(maxima, groups, count, GROUPS: tl.constexpr):
+    """The count-th greatest of a row's group maxima, ordered; less than any where there are fewer groups."""
+    group = tl.arange(0, GROUPS)
+    top = v.ordered(tl.load(maxima + group, mask=group < groups, other=float("-inf"))).to(tl.int64)
+    low = tl.full([], -(1 << 31), tl.int64)
+    high = tl.full([], 1 << 31, tl.int64)
+    if count <= groups:
+        while high - low > 1:
+            middle = (low + high) >> 1
+            enough = tl.sum(((top >= middle) & (group < groups)).to(tl.int32), 0) >= count
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def gather_candidates(
+    logits,
+    slots,
+    floats,
+    integers,
+    words,
+    biases,
+    maxima,
+    statistics,
+    counts,
+    listed,
+    stride,
+    vocab,
+    groups,
+    chunk_count,
+    room,
+    CHUNK_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """listed [N, 2, room] int64: the keys of counts[row] tokens in the first half."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    if v.integer(integers, slot, v.KIND) == v.WIDE:
+        temperature = v.temperature_of(floats, integers, slot)
+        _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+        top_k = v.integer(integers, slot, v.TOP_K)
+        floor = tl.full([], -(1 << 31), tl.int64)
+        least = tl.full([], float("-inf"), tl.float32)
+        if top_k > 0:
+            floor = _kth_maximum(maxima + row * groups, groups, top_k, GROUPS)
+        else:
+            top_p = v.number(floats, slot, v.TOP_P)
+            if top_p < 1:
+                # All tokens below this together are too light to matter
+                least = tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32))
+            least = tl.maximum(least, tl.log(v.number(floats, slot, v.MIN_P).to(tl.float32)))
+            least = least - 1e-3
+        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
+        top = tl.load(maxima + row * groups + group, mask=group < groups, other=float("-inf"))
+        useful = (v.score(top, peak, temperature) >= least) & (v.ordered(top) >= floor) & (top > float("-inf"))
+        if tl.max(useful.to(tl.int32), 0) > 0:
+            ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
+            real = useful[:, None] & (ids < vocab)
+            x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
+            x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+            taken = real & (v.score(x, peak, temperature) >= least) & (v.ordered(x) >= floor) & (x > float("-inf"))
+            taken = taken.to(tl.int32)
+            of_groups = tl.sum(taken, 1)
+            before = tl.atomic_add(counts + row, tl.sum(of_groups, 0))
+            place = before + (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(taken, 1) - 1
+            tl.store(listed + row * 2 * room + place, v.key_of(x, ids), mask=taken > 0)
+
+
+@triton.jit
+def _thresholds(low, high, by_key):
+    """int64 [16] from low up, evenly in value or in key, within low .. high."""
+    j = tl.arange(0, THRESHOLDS)
+    bottom, top = v.value_of(low), v.value_of(high - 1)
+    even = bottom + (top - bottom) * (j.to(tl.float32) / THRESHOLDS)
+    even = tl.where(even == even, even, top)
+    of_value = v.ordered(even).to(tl.int64) << 32
+    step = tl.maximum((high >> 4) - (low >> 4), 1)
+    found = tl.where(by_key, low + j.to(tl.int64) * step, of_value)
+    return tl.where(j == 0, low, tl.minimum(tl.maximum(found, low), high))
+
+
+@triton.jit
+def _above(listed, count, thresholds, peak, temperature, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
+    """int64 [16]: weight, or number, of the listed keys that reach each threshold."""
+    j = tl.arange(0, THRESHOLDS)
+    found = tl.zeros([THRESHOLDS], tl.int64)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        keys = tl.load(listed + at, mask=at < count, other=v.LOWEST)
+        if WEIGHTS:
+            each = v.weight(v.score(v.value_of(keys), peak, temperature))
+        else:
+            each = tl.full([BLOCK], 1, tl.int64)
+        each = tl.where(at < count, each, 0)
+        for i in tl.static_range(THRESHOLDS):
+            threshold = tl.sum(tl.where(j == i, thresholds, 0), 0)
+            found += tl.where(j == i, tl.sum(tl.where(keys >= threshold, each, 0), 0), 0)
+    return found
+
+
+@triton.jit
+def _narrow(low, high, thresholds, enough):
+    """The bracket when `enough` [16] says which thresholds have enough above them; some has."""
+    lower = tl.max(tl.where(enough, thresholds, low), 0)
+    upper = tl.min(tl.where(enough, high, thresholds), 0)
+    return lower, tl.minimum(upper, high)
+
+
+@triton.jit
+def _kth_key(listed, count, k, BLOCK: tl.constexpr):
+    """The k-th greatest of the listed keys."""
+    low = tl.full([], v.LOWEST + 1, tl.int64)
+    high = tl.full([], v.HIGHEST, tl.int64)
+    by_key = False
+    while high - 1 != low:
+        thresholds = _thresholds(low, high, by_key)
+        lower, upper = _narrow(low, high, thresholds, _above(listed, count, thresholds, 0.0, 1.0, False, BLOCK) >= k)
+        by_key = ((upper >> 2) - (lower >> 2)) > ((high >> 4) - (low >> 4))
+        low = lower
+        high = upper
+    return low
+
+
+@triton.jit
+def select(
+    slots,
+    positions,
+    floats,
+    integers,
+    statistics,
+    counts,
+    listed,
+    ids_out,
+    support,
+    mass,
+    vocab,
+    chunk_count,
+    room,
+    CHUNKS: tl.constexpr,
+    PROCESSED: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if v.integer(integers, slot, v.KIND) == v.WIDE:
+        temperature = v.temperature_of(floats, integers, slot)
+        _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+        open = listed + row * 2 * room
+        taken = open + room
+        many = tl.load(counts + row)  # undecided
+        top_k, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
+        low = tl.full([], v.LOWEST + 1, tl.int64)
+        high = tl.full([], v.HIGHEST, tl.int64)
+        wanted = tl.full([], float("inf"), tl.float64)
+        if (top_k > 0) & (many > top_k):
+            low = _kth_key(open, many, top_k, BLOCK)
+        if top_p < 1:
+            wanted = total.to(tl.float64) * v.UNIT
+            if top_k > 0:
+                wanted = tl.max(
+                    _above(open, many, tl.zeros([THRESHOLDS], tl.int64) + low, peak, temperature, True, BLOCK), 0
+                ).to(tl.float64)
+            wanted = wanted * top_p
+        few = tl.full([], 0, tl.int32)  # taken
+        heavy = tl.full([], 0, tl.int64)  # their weight
+        last = high
+        by_key = False
+        offsets = tl.arange(0, BLOCK)
+        while many > 0:
+            lower, upper = low, low
+            if (top_p < 1) & (many > 1):
+                thresholds = _thresholds(low, high, by_key)
+                above = heavy + _above(open, many, thresholds, peak, temperature, True, BLOCK)
+                enough = above.to(tl.float64) >= wanted
+                if tl.max(enough.to(tl.int32), 0) > 0:
+                    lower, upper = _narrow(low, high, thresholds, enough)
+            left = 0
+            least = tl.full([], v.HIGHEST, tl.int64)
+            most = tl.full([], v.LOWEST, tl.int64)
+            for start in range(0, many, BLOCK):
+                at = start + offsets
+                keys = tl.load(open + at, mask=at < many, other=v.LOWEST)
+                surely = (keys >= upper).to(tl.int32)
+                maybe = ((keys >= lower) & (keys < upper)).to(tl.int32)
+                tl.store(taken + few + tl.cumsum(surely, 0) - 1, keys, mask=surely > 0)
+                # In place: what is written was read before the sum over the block was known
+                tl.store(open + left + tl.cumsum(maybe, 0) - 1, keys, mask=maybe > 0)
+                few += tl.sum(surely, 0)
+                left += tl.sum(maybe, 0)
+                scores = v.score(v.value_of(keys), peak, temperature)
+                heavy += tl.sum(tl.where(surely > 0, v.weight(scores), 0), 0)
+                last = tl.minimum(last, tl.min(tl.where(surely > 0, keys, v.HIGHEST), 0))
+                least = tl.minimum(least, tl.min(tl.where(maybe > 0, keys, v.HIGHEST), 0))
+                most = tl.maximum(most, tl.max(tl.where(maybe > 0, keys, v.LOWEST), 0))
+            tl.debug_barrier()
+            by_key = left * 2 > many
+            many = left
+            low = tl.maximum(lower, least)
+            high = tl.minimum(upper, most + 1)
+        seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+        min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
+        best = tl.full([], float("-inf"), tl.float32)
+        chosen = tl.full([], 0x7FFFFFFF, tl.int32)
+        heavy = tl.full([], 0, tl.int64)
+        for start in range(0, few, BLOCK):
+            at = start + offsets
+            keys = tl.load(taken + at, mask=at < few, other=v.LOWEST)
+            scores = v.score(v.value_of(keys), peak, temperature)
+            ids = v.id_of(keys)
+            kept = (at < few) & (tl.exp(scores) >= min_p)
+            noisy = tl.where(kept, scores + noise.gumbel(ids, position, seed, FAST), float("-inf"))
+            found, id = v.first_of_best(noisy, ids)
+            id = tl.where(found > float("-inf"), id, 0x7FFFFFFF)
+            chosen = tl.where(found > best, id, tl.where(found == best, tl.minimum(id, chosen), chosen))
+            best = tl.maximum(best, found)
+            heavy += tl.sum(tl.where(kept, v.weight(scores), 0), 0)
+        tl.store(ids_out + row, chosen.to(tl.int64))
+        if PROCESSED:
+            tl.store(support + row, last)
+            tl.store(mass + row, heavy.to(tl.float32) / v.UNIT)

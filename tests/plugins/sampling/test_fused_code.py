@@ -42,9 +42,7 @@ class OnHost(FusedSampler):
 def test_nothing_spills(compile_for: Callable[..., Any], capability: int, dtype: torch.dtype, kind: str) -> None:
     device = DeviceFacts(type="cuda", capability=divmod(capability, 10))
     sampler = OnHost(SamplerNeed(device=device, vocab_size=VOCAB, slots=2, max_length=100))
-    sampler.open(
-        [SlotOpening(slot=0, sampling=SamplingParams(**KINDS[kind]), seed=1, prompt=(1, 2), max_length=100)]
-    )
+    sampler.open([SlotOpening(slot=0, sampling=SamplingParams(**KINDS[kind]), seed=1, prompt=(1, 2), max_length=100)])
     rows = SampleRows(
         slots=torch.zeros(2, dtype=torch.int64), positions=torch.zeros(2, dtype=torch.int64), host_slots=(0,)
     )

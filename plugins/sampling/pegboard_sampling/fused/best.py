@@ -16,9 +16,7 @@ MOST = tl.constexpr(64)
 
 
 @triton.jit
-def _read(
-    logits, ids, real, slot, floats, integers, words, biases, vocab, WORDS: tl.constexpr, BIASES: tl.constexpr
-):
+def _read(logits, ids, real, slot, floats, integers, words, biases, vocab, WORDS: tl.constexpr, BIASES: tl.constexpr):
     x = tl.load(logits + ids, mask=real, other=float("-inf")).to(tl.float32)
     return v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
 
@@ -63,9 +61,9 @@ def best_tokens(
         tl.store(scratch + place, ids, mask=taken > 0)
         tl.debug_barrier()
         at = tl.arange(0, AT_ONCE)
-        ids = tl.load(scratch + at, mask=at < candidates, other=0)
-        x = _read(logits, ids, at < candidates, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
-        best = tl.topk(tl.where(at < candidates, v.key_of(x, ids), v.LOWEST), MOST)
+        few = tl.load(scratch + at, mask=at < candidates, other=0)
+        z = _read(logits, few, at < candidates, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+        best = tl.topk(tl.where(at < candidates, v.key_of(z, few), v.LOWEST), MOST)
     else:
         step = 0
         last = tl.full([], v.LOWEST, tl.int64)

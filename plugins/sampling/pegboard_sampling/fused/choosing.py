@@ -17,7 +17,7 @@ def count_choice(chosen, slot, integers, words, vocab, WORDS: tl.constexpr):
         if WORDS:
             if (v.integer(integers, slot, v.FLAGS) & v.PENALTIES) != 0:
                 word = words + slot * vocab + chosen
-                tl.store(word, tl.load(word) + (1 << v.COUNT_SHIFT))
+                tl.store(word, tl.load(word) + v.CHOSEN_ONCE)
 
 
 @triton.jit

@@ -54,9 +54,7 @@ def list_logprobs(
     token = tl.maximum(chosen, 0).to(tl.int32)
     if RAW:
         if (asked >= 0) & (processed == 0):
-            _, peak, _, total = chunks.whole_row(
-                statistics, row, chunk_count, 1.0, CHUNKS, v.RAW_MAXIMUM, v.RAW_SUM
-            )
+            _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, 1.0, CHUNKS, v.RAW_MAXIMUM, v.RAW_SUM)
             scale = tl.log(total)
             x = tl.load(own + token).to(tl.float32)
             of_chosen = v.score(x, peak, 1.0) - scale

@@ -1,7 +1,7 @@
 """The noise of `pegboard.noise` inside of kernels, in float32.
 
-The integers are the definition's; -log(-log1p(-v)) is computed from v or 1 - v, whichever is small and so exact, with an
-error of some 1e-6 at most, far below what decides between tokens (1e-4)."""
+The integers are the definition's; -log(-log1p(-v)) is computed from v or 1 - v, whichever is small and so exact, with
+an error of some 1e-6 at most, far below what decides between tokens (1e-4)."""
 
 from __future__ import annotations
 

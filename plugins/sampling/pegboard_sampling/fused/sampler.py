@@ -216,7 +216,7 @@ class FusedSampler(Sampler):
             FEW=path.few,
             PROCESSED=path.processed,
             FAST=self._fast,
-            num_warps=(8 if path.words else 4) if path.few else 1,
+            num_warps=8 if path.few else 1,
         )
 
     def _list(self, logits: Tensor, rows: SampleRows, path: Path, ids: Tensor) -> LogprobTensors | None:

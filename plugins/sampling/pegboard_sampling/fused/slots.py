@@ -138,7 +138,7 @@ class FusedSlots:
                 self.words = self._table(torch.int32)
             words: Counter[int] = Counter()
             for id in opening.output:
-                words[id] += 1 << v.COUNT_SHIFT.value
+                words[id] += v.CHOSEN_ONCE.value
             for ids, bit in ((opening.prompt, v.IN_PROMPT.value), (opening.stop_ids, v.STOP.value)):
                 for id in set(ids):
                     words[id] |= bit

@@ -17,7 +17,7 @@ GREEDY, NOISE, FEW, WIDE = (tl.constexpr(i) for i in range(4))
 #: Bits of FLAGS.
 PENALTIES, BIAS, PROCESSED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 #: Bits of a token's word; above them how often it was chosen.
-IN_PROMPT, STOP, COUNT_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(2)
+IN_PROMPT, STOP, CHOSEN_ONCE, COUNT_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(2)
 #: Rows of a chunk's statistics, and of its ids.
 MAXIMUM, SUM, NOISY, RAW_MAXIMUM, RAW_SUM, STATISTICS = (tl.constexpr(i) for i in range(6))
 FIRST, PICK, IDS = (tl.constexpr(i) for i in range(3))

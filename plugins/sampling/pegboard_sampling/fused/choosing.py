@@ -20,7 +20,7 @@ def count_choice(chosen, slot, integers, words, vocab, WORDS: tl.constexpr):
                 tl.store(word, tl.load(word) + v.CHOSEN_ONCE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "chunk_count"])
 def choose(
     logits,
     slots,

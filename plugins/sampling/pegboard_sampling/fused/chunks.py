@@ -12,7 +12,7 @@ from . import noise
 from . import values as v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "chunks"])
 def read_chunks(
     logits,
     slots,

@@ -9,7 +9,7 @@ from . import best, choosing, chunks
 from . import values as v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "chunk_count", "width"])
 def list_logprobs(
     logits,
     slots,
@@ -116,7 +116,7 @@ def list_logprobs(
         choosing.count_choice(chosen, slot, integers, words, vocab, WORDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk_count"])
 def spread_logprobs(
     logits,
     slots,

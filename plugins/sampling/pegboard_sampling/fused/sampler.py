@@ -27,6 +27,8 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _MOST_TOKENS = 1 << 24
 #: Undecided tokens that a program weighs at a time.
 _SELECT_BLOCK = 2048
+#: Warps of a program: of a plain pass over the logits, of one with noise or tables, of one that holds many tokens.
+_READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS, _SELECT_WARPS = 4, 8, 8, 8
 
 
 class FusedSampler(Sampler):
@@ -146,7 +148,7 @@ class FusedSampler(Sampler):
             SUMS=path.wide or path.processed,
             RAW=path.raw,
             FAST=self._fast,
-            num_warps=8 if path.noise or path.words else 4,
+            num_warps=_HEAVY_READ_WARPS if path.noise or path.words else _READ_WARPS,
         )
 
     def _choose(self, logits: Tensor, rows: SampleRows, path: Path, ids: Tensor) -> None:
@@ -174,7 +176,7 @@ class FusedSampler(Sampler):
                 listed.shape[2],
                 CHUNK_GROUPS=CHUNK_GROUPS,
                 **sizes,
-                num_warps=8 if path.words else 4,
+                num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
             )
             select[(count,)](
                 rows.slots,
@@ -193,7 +195,7 @@ class FusedSampler(Sampler):
                 PROCESSED=path.processed,
                 FAST=self._fast,
                 BLOCK=_SELECT_BLOCK,
-                num_warps=8,
+                num_warps=_SELECT_WARPS,
             )
         choose[(count,)](
             logits,
@@ -216,7 +218,7 @@ class FusedSampler(Sampler):
             FEW=path.few,
             PROCESSED=path.processed,
             FAST=self._fast,
-            num_warps=8 if path.few else 1,
+            num_warps=_ROW_WARPS if path.few else 1,
         )
 
     def _list(self, logits: Tensor, rows: SampleRows, path: Path, ids: Tensor) -> LogprobTensors | None:
@@ -245,7 +247,7 @@ class FusedSampler(Sampler):
                 CHUNK=4096,
                 CHUNKS=chunk_slots,
                 **modes,
-                num_warps=8,
+                num_warps=_ROW_WARPS,
             )
             top_values, top_ids = best_first(spread, path.logprobs)
         list_logprobs[(count,)](
@@ -270,6 +272,6 @@ class FusedSampler(Sampler):
             GROUPS=max(triton.next_power_of_2(work.groups), MOST.value),
             CHUNKS=chunk_slots,
             **modes,
-            num_warps=8,
+            num_warps=_ROW_WARPS,
         )
         return LogprobTensors(chosen=chosen, top_ids=top_ids, top_values=top_values)

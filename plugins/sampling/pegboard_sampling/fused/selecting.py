@@ -31,7 +31,7 @@ def _kth_maximum(maxima, groups, count, GROUPS: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "chunk_count", "room"])
 def gather_candidates(
     logits,
     slots,
@@ -143,7 +143,7 @@ def _kth_key(listed, count, k, BLOCK: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab", "chunk_count", "room"])
 def select(
     slots,
     positions,

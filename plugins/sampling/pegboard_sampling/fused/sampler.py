@@ -25,8 +25,8 @@ from .workspace import CHUNK_GROUPS, Workspace
 _DTYPES = ("float32", "float16", "bfloat16")
 #: Ids and 2**31 - 1 - id share an int32.
 _MOST_TOKENS = 1 << 24
-#: Undecided tokens that a program weighs at a time.
-_SELECT_BLOCK = 2048
+#: Undecided tokens that a program weighs, and parts, at a time.
+_SELECT_BLOCK, _SELECT_PART = 512, 2048
 #: Warps of a program: of a plain pass over the logits, of one with noise or tables, of one that holds many tokens.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS, _SELECT_WARPS = 4, 8, 8, 8
 
@@ -195,6 +195,7 @@ class FusedSampler(Sampler):
                 PROCESSED=path.processed,
                 FAST=self._fast,
                 BLOCK=_SELECT_BLOCK,
+                PART=_SELECT_PART,
                 num_warps=_SELECT_WARPS,
             )
         choose[(count,)](

@@ -58,6 +58,11 @@ def gather_candidates(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     if v.integer(integers, slot, v.KIND) == v.WIDE:
+        # Asked for first, so that the memory works while the bounds are found
+        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
+        ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
+        real = ids < vocab
+        x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
         temperature = v.temperature_of(floats, integers, slot)
         _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
         top_k = v.integer(integers, slot, v.TOP_K)
@@ -72,20 +77,14 @@ def gather_candidates(
                 least = tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32))
             least = tl.maximum(least, tl.log(v.number(floats, slot, v.MIN_P).to(tl.float32)))
             least = least - 1e-3
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        top = tl.load(maxima + row * groups + group, mask=group < groups, other=float("-inf"))
-        useful = (v.score(top, peak, temperature) >= least) & (v.ordered(top) >= floor) & (top > float("-inf"))
-        if tl.max(useful.to(tl.int32), 0) > 0:
-            ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
-            real = useful[:, None] & (ids < vocab)
-            x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
-            x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
-            taken = real & (v.score(x, peak, temperature) >= least) & (v.ordered(x) >= floor) & (x > float("-inf"))
-            taken = taken.to(tl.int32)
-            of_groups = tl.sum(taken, 1)
-            before = tl.atomic_add(counts + row, tl.sum(of_groups, 0))
-            place = before + (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(taken, 1) - 1
-            tl.store(listed + row * 2 * room + place, v.key_of(x, ids), mask=taken > 0)
+        x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+        taken = (v.score(x, peak, temperature) >= least) & (v.ordered(x) >= floor) & (x > float("-inf"))
+        of_groups = tl.sum(taken.to(tl.int32), 1)
+        many = tl.sum(of_groups, 0)
+        if many > 0:
+            before = tl.atomic_add(counts + row, many)
+            place = before + (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
+            tl.store(listed + row * 2 * room + place, v.key_of(x, ids), mask=taken)
 
 
 @triton.jit
@@ -104,20 +103,21 @@ def _thresholds(low, high, by_key):
 @triton.jit
 def _above(listed, count, thresholds, peak, temperature, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
     """int64 [16]: weight, or number, of the listed keys that reach each threshold."""
-    j = tl.arange(0, THRESHOLDS)
-    found = tl.zeros([THRESHOLDS], tl.int64)
+    columns = tl.arange(0, BLOCK)
+    # Tokens along the last axis: each thread holds all thresholds for its own, and sums of threads meet only once
+    found = tl.zeros([THRESHOLDS, BLOCK], tl.int64)
+    keys = tl.load(listed + columns, mask=columns < count, other=v.LOWEST)
     for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        keys = tl.load(listed + at, mask=at < count, other=v.LOWEST)
+        ahead = start + BLOCK + columns
+        following = tl.load(listed + ahead, mask=ahead < count, other=v.LOWEST)
         if WEIGHTS:
             each = v.weight(v.score(v.value_of(keys), peak, temperature))
         else:
             each = tl.full([BLOCK], 1, tl.int64)
-        each = tl.where(at < count, each, 0)
-        for i in tl.static_range(THRESHOLDS):
-            threshold = tl.sum(tl.where(j == i, thresholds, 0), 0)
-            found += tl.where(j == i, tl.sum(tl.where(keys >= threshold, each, 0), 0), 0)
-    return found
+        # What fills the last block is LOWEST, below any threshold
+        found += tl.where(keys[None, :] >= thresholds[:, None], each[None, :], 0)
+        keys = following
+    return tl.sum(found, 1)
 
 
 @triton.jit
@@ -131,13 +131,18 @@ def _narrow(low, high, thresholds, enough):
 @triton.jit
 def _kth_key(listed, count, k, BLOCK: tl.constexpr):
     """The k-th greatest of the listed keys."""
-    low = tl.full([], v.LOWEST + 1, tl.int64)
-    high = tl.full([], v.HIGHEST, tl.int64)
+    low = tl.full([], v.HIGHEST, tl.int64)
+    high = tl.full([], v.LOWEST, tl.int64)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        low = tl.minimum(low, tl.min(tl.load(listed + at, mask=at < count, other=v.HIGHEST), 0))
+        high = tl.maximum(high, tl.max(tl.load(listed + at, mask=at < count, other=v.LOWEST), 0))
+    high += 1
     by_key = False
     while high - 1 != low:
         thresholds = _thresholds(low, high, by_key)
         lower, upper = _narrow(low, high, thresholds, _above(listed, count, thresholds, 0.0, 1.0, False, BLOCK) >= k)
-        by_key = ((upper >> 2) - (lower >> 2)) > ((high >> 4) - (low >> 4))
+        by_key = ((upper >> 3) - (lower >> 3)) > ((high >> 6) - (low >> 6))
         low = lower
         high = upper
     return low
@@ -162,6 +167,7 @@ def select(
     PROCESSED: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -188,7 +194,7 @@ def select(
         heavy = tl.full([], 0, tl.int64)  # their weight
         last = high
         by_key = False
-        offsets = tl.arange(0, BLOCK)
+        offsets = tl.arange(0, PART)
         while many > 0:
             lower, upper = low, low
             if (top_p < 1) & (many > 1):
@@ -198,23 +204,33 @@ def select(
                 if tl.max(enough.to(tl.int32), 0) > 0:
                     lower, upper = _narrow(low, high, thresholds, enough)
             left = 0
-            least = tl.full([], v.HIGHEST, tl.int64)
-            most = tl.full([], v.LOWEST, tl.int64)
-            for start in range(0, many, BLOCK):
-                at = start + offsets
-                keys = tl.load(open + at, mask=at < many, other=v.LOWEST)
-                surely = (keys >= upper).to(tl.int32)
-                maybe = ((keys >= lower) & (keys < upper)).to(tl.int32)
-                tl.store(taken + few + tl.cumsum(surely, 0) - 1, keys, mask=surely > 0)
+            found = tl.zeros([PART], tl.int64)
+            lasts = tl.full([PART], v.HIGHEST, tl.int64)
+            leasts = tl.full([PART], v.HIGHEST, tl.int64)
+            mosts = tl.full([PART], v.LOWEST, tl.int64)
+            keys = tl.load(open + offsets, mask=offsets < many, other=v.LOWEST)
+            for start in range(0, many, PART):
+                ahead = start + PART + offsets
+                following = tl.load(open + ahead, mask=ahead < many, other=v.LOWEST)
+                surely = keys >= upper
+                maybe = (keys >= lower) & (keys < upper)
+                # Both counts in one sum, which is below 2**15
+                place = tl.cumsum(surely.to(tl.int32) + (maybe.to(tl.int32) << 16), 0)
+                tl.store(taken + few + (place & 0xFFFF) - 1, keys, mask=surely)
                 # In place: what is written was read before the sum over the block was known
-                tl.store(open + left + tl.cumsum(maybe, 0) - 1, keys, mask=maybe > 0)
-                few += tl.sum(surely, 0)
-                left += tl.sum(maybe, 0)
-                scores = v.score(v.value_of(keys), peak, temperature)
-                heavy += tl.sum(tl.where(surely > 0, v.weight(scores), 0), 0)
-                last = tl.minimum(last, tl.min(tl.where(surely > 0, keys, v.HIGHEST), 0))
-                least = tl.minimum(least, tl.min(tl.where(maybe > 0, keys, v.HIGHEST), 0))
-                most = tl.maximum(most, tl.max(tl.where(maybe > 0, keys, v.LOWEST), 0))
+                tl.store(open + left + (place >> 16) - 1, keys, mask=maybe)
+                both = tl.max(tl.where(offsets == PART - 1, place, 0), 0)
+                few += both & 0xFFFF
+                left += both >> 16
+                found += tl.where(surely, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
+                lasts = tl.where(surely, tl.minimum(lasts, keys), lasts)
+                leasts = tl.where(maybe, tl.minimum(leasts, keys), leasts)
+                mosts = tl.where(maybe, tl.maximum(mosts, keys), mosts)
+                keys = following
+            heavy += tl.sum(found, 0)
+            last = tl.minimum(last, tl.min(lasts, 0))
+            least = tl.min(leasts, 0)
+            most = tl.max(mosts, 0)
             tl.debug_barrier()
             by_key = left * 2 > many
             many = left
@@ -225,7 +241,7 @@ def select(
         best = tl.full([], float("-inf"), tl.float32)
         chosen = tl.full([], 0x7FFFFFFF, tl.int32)
         heavy = tl.full([], 0, tl.int64)
-        for start in range(0, few, BLOCK):
+        for start in range(0, few, PART):
             at = start + offsets
             keys = tl.load(taken + at, mask=at < few, other=v.LOWEST)
             scores = v.score(v.value_of(keys), peak, temperature)

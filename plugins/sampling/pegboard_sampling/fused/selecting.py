@@ -129,20 +129,27 @@ def _narrow(low, high, thresholds, enough):
 
 
 @triton.jit
+def _extent(listed, count, BLOCK: tl.constexpr):
+    """The least of the listed keys, and the greatest plus 1."""
+    columns = tl.arange(0, BLOCK)
+    least = tl.full([BLOCK], v.HIGHEST, tl.int64)
+    most = tl.full([BLOCK], v.LOWEST, tl.int64)
+    for start in range(0, count, BLOCK):
+        at = start + columns
+        least = tl.minimum(least, tl.load(listed + at, mask=at < count, other=v.HIGHEST))
+        most = tl.maximum(most, tl.load(listed + at, mask=at < count, other=v.LOWEST))
+    return tl.min(least, 0), tl.max(most, 0) + 1
+
+
+@triton.jit
 def _kth_key(listed, count, k, BLOCK: tl.constexpr):
     """The k-th greatest of the listed keys."""
-    low = tl.full([], v.HIGHEST, tl.int64)
-    high = tl.full([], v.LOWEST, tl.int64)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        low = tl.minimum(low, tl.min(tl.load(listed + at, mask=at < count, other=v.HIGHEST), 0))
-        high = tl.maximum(high, tl.max(tl.load(listed + at, mask=at < count, other=v.LOWEST), 0))
-    high += 1
+    low, high = _extent(listed, count, BLOCK)
     by_key = False
     while high - 1 != low:
         thresholds = _thresholds(low, high, by_key)
         lower, upper = _narrow(low, high, thresholds, _above(listed, count, thresholds, 0.0, 1.0, False, BLOCK) >= k)
-        by_key = ((upper >> 3) - (lower >> 3)) > ((high >> 6) - (low >> 6))
+        by_key = ((upper >> 3) - (lower >> 3)) >= ((high >> 6) - (low >> 6))
         low = lower
         high = upper
     return low
@@ -181,6 +188,8 @@ def select(
         low = tl.full([], v.LOWEST + 1, tl.int64)
         high = tl.full([], v.HIGHEST, tl.int64)
         wanted = tl.full([], float("inf"), tl.float64)
+        if top_p < 1:
+            low, high = _extent(open, many, PART)
         if (top_k > 0) & (many > top_k):
             low = _kth_key(open, many, top_k, BLOCK)
         if top_p < 1:
@@ -192,7 +201,7 @@ def select(
             wanted = wanted * top_p
         few = tl.full([], 0, tl.int32)  # taken
         heavy = tl.full([], 0, tl.int64)  # their weight
-        last = high
+        last = tl.full([], v.HIGHEST, tl.int64)
         by_key = False
         offsets = tl.arange(0, PART)
         while many > 0:

@@ -36,10 +36,14 @@ class Path(NamedTuple):
     def joined(self, other: Path) -> Path:
         asked = [count for count in (self.logprobs, other.logprobs) if count is not None]
         return Path(
-            *(one or two for one, two in zip(self[:5], other[:5], strict=True)),
-            max(asked) if asked else None,
-            self.raw or other.raw,
-            self.processed or other.processed,
+            noise=self.noise or other.noise,
+            few=self.few or other.few,
+            wide=self.wide or other.wide,
+            words=self.words or other.words,
+            biases=self.biases or other.biases,
+            logprobs=max(asked) if asked else None,
+            raw=self.raw or other.raw,
+            processed=self.processed or other.processed,
         )
 
 

@@ -303,8 +303,8 @@ class SamplerSuite(SamplerChoices, standard=True):
             sampler.sample(logits, rows)
 
     def test_capturable(self, candidate: Candidate, dtype: str) -> None:
-        """A recorded graph must follow new logits, positions, slots and parameters of slots, and go on counting. Its last
-        row is idle: a slot that was never opened, logits that are NaN."""
+        """A recorded graph must follow new logits, positions, slots and parameters of slots, and go on counting. Its
+        last row is idle: a slot that was never opened, logits that are NaN."""
         if not self.device.startswith("cuda") or not candidate.factory.capturable:
             pytest.skip("recorded on CUDA only, when the sampler says that it is capturable")
         kinds: list[dict[str, Any]] = [

@@ -38,7 +38,9 @@ class OnHost(FusedSampler):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("noise", "few", "wide") else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
+)
 def test_nothing_spills(compile_for: Callable[..., Any], capability: int, dtype: torch.dtype, kind: str) -> None:
     device = DeviceFacts(type="cuda", capability=divmod(capability, 10))
     sampler = OnHost(SamplerNeed(device=device, vocab_size=VOCAB, slots=2, max_length=100))
@@ -48,6 +50,7 @@ def test_nothing_spills(compile_for: Callable[..., Any], capability: int, dtype:
     )
     with compile_for(capability) as made:
         sampler.sample(torch.empty(2, VOCAB, dtype=dtype), rows)
-    print(*((one.kernel, one.registers, one.stack, one.shared, one.instructions["LDG"]) for one in made), sep="\n")
     assert made[0].kernel == "read_chunks"
+    if kind in ("greedy", "few", "wide"):
+        assert made[0].instructions["LDG"] <= 8 + 8, "16 bytes a load: 4096 logits by 128 threads are 8, and parameters"
     assert all(one.stack == 0 for one in made)

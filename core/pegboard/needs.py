@@ -157,6 +157,7 @@ def derive_needs(
             slots=config.max_rows + 1,  # the last one is of idle rows
             max_length=max_length,
             batch_invariant=config.batch_invariant,
+            dtype=dtype,
         ),
         scheduler=SchedulerNeed(
             max_rows=config.max_rows,

@@ -95,6 +95,8 @@ class SamplerNeed(msgspec.Struct, frozen=True, kw_only=True):
     #: Drafts a row at most (verify).
     max_drafts: int = 0
     batch_invariant: bool = False
+    #: Of the logits; None: not known yet, any.
+    dtype: str | None = None
 
 
 class SampleRows(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,4 +14,13 @@ def pegboard_parts() -> tuple[Part, ...]:
             factory="pegboard_sampling.torch_sampler:TorchSampler",
             summary="Every sampling parameter in plain torch, on any device",
         ),
+        Part(
+            role="sampler",
+            name="fused",
+            factory="pegboard_sampling.fused.sampler:FusedSampler",
+            summary="Every sampling parameter in Triton without sorting the vocabulary; runs inside of CUDA graphs",
+            requires=("triton",),
+            devices=("cuda",),
+            priority=10,
+        ),
     )

@@ -1,0 +1,96 @@
+"""The pass over the logits: each program reads a chunk of a row once and leaves what the choice needs of it.
+
+Bytes: the logits, and 4 for each group of 128 of them. Limit: the memory's bandwidth; for rows that only add noise the
+arithmetic of the noise."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import noise
+from . import values as v
+
+
+@triton.jit(do_not_specialize=["groups", "chunks"])
+def read_chunks(
+    logits,
+    slots,
+    positions,
+    floats,
+    integers,
+    words,
+    biases,
+    maxima,
+    raw_maxima,
+    statistics,
+    chunk_ids,
+    counts,
+    stride,
+    vocab,
+    groups,
+    chunks,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+    ADDS_NOISE: tl.constexpr,
+    KEEPS_GROUPS: tl.constexpr,
+    SUMS: tl.constexpr,
+    RAW: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N] become 0."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    kind = v.integer(integers, slot, v.KIND)
+    group = chunk * GROUPS + tl.arange(0, GROUPS)
+    ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
+    real = ids < vocab
+    raw = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
+    x = v.adjusted(raw, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+    broken = tl.max(tl.ravel(((raw != raw) | (x != x)).to(tl.int32)), 0)
+    of_groups = tl.max(x, 1)
+    greatest = tl.max(of_groups, 0)
+    at = statistics + row * v.STATISTICS * chunks + chunk
+    ids_at = chunk_ids + row * v.IDS * chunks + chunk
+    tl.store(at + v.MAXIMUM * chunks, greatest)
+    first = tl.full([], 0, tl.int32)
+    if kind == v.GREEDY:
+        first = tl.min(tl.ravel(tl.where(x == greatest, ids, 0x7FFFFFFF)), 0)
+    tl.store(ids_at + v.FIRST * chunks, tl.where(broken != 0, -1, first))
+    if KEEPS_GROUPS:
+        tl.store(maxima + row * groups + group, of_groups, mask=group < groups)
+        if chunk == 0:
+            tl.store(counts + row, 0)
+    if SUMS:
+        if (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0):
+            scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
+            tl.store(at + v.SUM * chunks, tl.sum(tl.sum(tl.exp(scores), 1), 0))
+    if ADDS_NOISE:
+        if kind == v.NOISE:
+            scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
+            seed = v.integer(integers, slot, v.SEED)
+            noisy = scores + noise.gumbel(ids, tl.load(positions + row), seed, FAST)
+            best, pick = v.first_of_best(noisy, ids)
+            tl.store(at + v.NOISY * chunks, best)
+            tl.store(ids_at + v.PICK * chunks, pick)
+    if RAW:
+        if v.integer(integers, slot, v.LOGPROBS) >= 0:
+            of_groups = tl.max(raw, 1)
+            greatest = tl.max(of_groups, 0)
+            tl.store(raw_maxima + row * groups + group, of_groups, mask=group < groups)
+            tl.store(at + v.RAW_MAXIMUM * chunks, greatest)
+            tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.sum(tl.exp(v.score(raw, greatest, 1.0)), 1), 0))
+
+
+@triton.jit
+def whole_row(statistics, row, chunks, temperature, CHUNKS: tl.constexpr, MAX: tl.constexpr, TOTAL: tl.constexpr):
+    """Of a row's chunks: each one's maximum, their greatest, and each one's score beside it. MAX and TOTAL name the
+    statistics; the last result is the row's sum of weights."""
+    chunk = tl.arange(0, CHUNKS)
+    at = statistics + row * v.STATISTICS * chunks + chunk
+    of_chunks = tl.load(at + MAX * chunks, mask=chunk < chunks, other=float("-inf"))
+    peak = tl.max(of_chunks, 0)
+    beside = v.score(of_chunks, peak, temperature)
+    sums = tl.load(at + TOTAL * chunks, mask=chunk < chunks, other=0.0)
+    return of_chunks, peak, beside, tl.sum(tl.where(beside > float("-inf"), sums * tl.exp(beside), 0.0), 0)

@@ -1,0 +1,164 @@
+"""Log-probabilities of the chosen and of the most probable tokens of rows that ask for them, one program a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import best, choosing, chunks
+from . import values as v
+
+
+@triton.jit(do_not_specialize=["groups", "chunk_count", "width"])
+def list_logprobs(
+    logits,
+    slots,
+    floats,
+    integers,
+    words,
+    biases,
+    maxima,
+    raw_maxima,
+    statistics,
+    scratch,
+    ids,
+    support,
+    mass,
+    chosen_out,
+    top_ids,
+    top_values,
+    stride,
+    vocab,
+    groups,
+    chunk_count,
+    width,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+    RAW: tl.constexpr,
+    PROCESSED: tl.constexpr,
+):
+    """chosen_out [N], top_ids and top_values [N, width]: NaN and -1 where nothing was asked for."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    asked = v.integer(integers, slot, v.LOGPROBS)
+    count = tl.minimum(asked, width)
+    chosen = tl.load(ids + row)
+    processed = (v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0
+    rank = tl.arange(0, best.MOST)
+    own, nan = logits + row * stride, float("nan")
+    of_chosen = tl.full([], nan, tl.float32)
+    values = tl.full([best.MOST], nan, tl.float32)
+    keys = tl.full([best.MOST], v.LOWEST, tl.int64)
+    token = tl.maximum(chosen, 0).to(tl.int32)
+    if RAW:
+        if (asked >= 0) & (processed == 0):
+            _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, 1.0, CHUNKS, v.RAW_MAXIMUM, v.RAW_SUM)
+            scale = tl.log(total)
+            x = tl.load(own + token).to(tl.float32)
+            of_chosen = v.score(x, peak, 1.0) - scale
+            if count > 0:
+                keys = best.best_tokens(
+                    own,
+                    raw_maxima + row * groups,
+                    scratch + row * best.AT_ONCE,
+                    count,
+                    slot,
+                    floats,
+                    integers,
+                    words,
+                    biases,
+                    vocab,
+                    groups,
+                    GROUPS,
+                    False,
+                    False,
+                )
+            values = v.score(v.value_of(keys), peak, 1.0) - scale
+    if PROCESSED:
+        if (asked >= 0) & processed:
+            temperature = v.temperature_of(floats, integers, slot)
+            _, peak, _, _ = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+            scale = tl.log(tl.load(mass + row))
+            last = tl.load(support + row)
+            x = tl.load(own + token).to(tl.float32)
+            x = v.adjusted(x, token, True, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+            of_chosen = v.score(x, peak, temperature) - scale
+            if count > 0:
+                keys = best.best_tokens(
+                    own,
+                    maxima + row * groups,
+                    scratch + row * best.AT_ONCE,
+                    count,
+                    slot,
+                    floats,
+                    integers,
+                    words,
+                    biases,
+                    vocab,
+                    groups,
+                    GROUPS,
+                    WORDS,
+                    BIASES,
+                )
+            scores = v.score(v.value_of(keys), peak, temperature)
+            kept = keys >= last
+            if v.integer(integers, slot, v.KIND) != v.GREEDY:
+                kept = kept & (tl.exp(scores) >= v.number(floats, slot, v.MIN_P).to(tl.float32))
+            values = tl.where(kept, scores - scale, float("-inf"))
+    tl.store(chosen_out + row, tl.where(chosen < 0, nan, of_chosen))
+    real = keys != v.LOWEST
+    at = row * width + rank
+    tl.store(top_ids + at, tl.where(real, v.id_of(keys), -1).to(tl.int64), mask=rank < width)
+    tl.store(top_values + at, tl.where(real, values, nan), mask=rank < width)
+    if PROCESSED:
+        choosing.count_choice(chosen, slot, integers, words, vocab, WORDS)
+
+
+@triton.jit(do_not_specialize=["chunk_count"])
+def spread_logprobs(
+    logits,
+    slots,
+    floats,
+    integers,
+    words,
+    biases,
+    statistics,
+    support,
+    mass,
+    spread,
+    stride,
+    vocab,
+    chunk_count,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+    RAW: tl.constexpr,
+    PROCESSED: tl.constexpr,
+):
+    """spread [N, V] float32: of every token, for rows that ask; for those that want more than can be listed."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    asks = v.integer(integers, slot, v.LOGPROBS) >= 0
+    processed = (v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    real = ids < vocab
+    x = tl.load(logits + row * stride + ids, mask=real & asks, other=float("-inf")).to(tl.float32)
+    values = tl.full([CHUNK], float("nan"), tl.float32)
+    if RAW:
+        if asks & (processed == 0):
+            _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, 1.0, CHUNKS, v.RAW_MAXIMUM, v.RAW_SUM)
+            values = v.score(x, peak, 1.0) - tl.log(total)
+    if PROCESSED:
+        if asks & processed:
+            temperature = v.temperature_of(floats, integers, slot)
+            _, peak, _, _ = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+            x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+            scores = v.score(x, peak, temperature)
+            kept = v.key_of(x, ids) >= tl.load(support + row)
+            if v.integer(integers, slot, v.KIND) != v.GREEDY:
+                kept = kept & (tl.exp(scores) >= v.number(floats, slot, v.MIN_P).to(tl.float32))
+            values = tl.where(kept, scores - tl.log(tl.load(mass + row)), float("-inf"))
+    tl.store(spread + row * vocab + ids, values, mask=real)

@@ -1,0 +1,268 @@
+"""Rows whose choice may be among many tokens: top-p without top-k, min-p alone, top-k beyond 64.
+
+`gather_candidates` lists what may take part, in any order, one program a chunk. `select` finds the last key that does,
+one program a row, by weighing what lies above 16 thresholds at once, between those that bracket the answer. Decided
+tokens leave the list in each round; keys are distinct and weights integers, so ties and order change nothing."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import chunks, noise
+from . import values as v
+
+THRESHOLDS = tl.constexpr(16)
+
+
+@triton.jit
+def _kth_maximum(maxima, groups, count, GROUPS: tl.constexpr):
+    """The count-th greatest of a row's group maxima, ordered; less than any where there are fewer groups."""
+    group = tl.arange(0, GROUPS)
+    top = v.ordered(tl.load(maxima + group, mask=group < groups, other=float("-inf"))).to(tl.int64)
+    low = tl.full([], -(1 << 31), tl.int64)
+    high = tl.full([], 1 << 31, tl.int64)
+    if count <= groups:
+        while high - low > 1:
+            middle = (low + high) >> 1
+            enough = tl.sum(((top >= middle) & (group < groups)).to(tl.int32), 0) >= count
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["groups", "chunk_count", "room"])
+def gather_candidates(
+    logits,
+    slots,
+    floats,
+    integers,
+    words,
+    biases,
+    maxima,
+    statistics,
+    counts,
+    listed,
+    stride,
+    vocab,
+    groups,
+    chunk_count,
+    room,
+    CHUNK_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """listed [N, 2, room] int64: the keys of counts[row] tokens in the first half."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    if v.integer(integers, slot, v.KIND) == v.WIDE:
+        # Asked for first, so that the memory works while the bounds are found
+        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
+        ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
+        real = ids < vocab
+        x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
+        temperature = v.temperature_of(floats, integers, slot)
+        _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+        top_k = v.integer(integers, slot, v.TOP_K)
+        floor = tl.full([], -(1 << 31), tl.int64)
+        least = tl.full([], float("-inf"), tl.float32)
+        if top_k > 0:
+            floor = _kth_maximum(maxima + row * groups, groups, top_k, GROUPS)
+        else:
+            top_p = v.number(floats, slot, v.TOP_P)
+            if top_p < 1:
+                # All tokens below this together are too light to matter
+                least = tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32))
+            least = tl.maximum(least, tl.log(v.number(floats, slot, v.MIN_P).to(tl.float32)))
+            least = least - 1e-3
+        x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+        taken = (v.score(x, peak, temperature) >= least) & (v.ordered(x) >= floor) & (x > float("-inf"))
+        of_groups = tl.sum(taken.to(tl.int32), 1)
+        many = tl.sum(of_groups, 0)
+        if many > 0:
+            before = tl.atomic_add(counts + row, many)
+            place = before + (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
+            tl.store(listed + row * 2 * room + place, v.key_of(x, ids), mask=taken)
+
+
+@triton.jit
+def _thresholds(low, high, by_key):
+    """int64 [16] from low up, evenly in value or in key, within low .. high."""
+    j = tl.arange(0, THRESHOLDS)
+    bottom, top = v.value_of(low), v.value_of(high - 1)
+    even = bottom + (top - bottom) * (j.to(tl.float32) / THRESHOLDS)
+    even = tl.where(even == even, even, top)
+    of_value = v.ordered(even).to(tl.int64) << 32
+    step = tl.maximum((high >> 4) - (low >> 4), 1)
+    found = tl.where(by_key, low + j.to(tl.int64) * step, of_value)
+    return tl.where(j == 0, low, tl.minimum(tl.maximum(found, low), high))
+
+
+@triton.jit
+def _above(listed, count, thresholds, peak, temperature, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
+    """int64 [16]: weight, or number, of the listed keys that reach each threshold."""
+    columns = tl.arange(0, BLOCK)
+    # Tokens along the last axis: each thread holds all thresholds for its own, and sums of threads meet only once
+    found = tl.zeros([THRESHOLDS, BLOCK], tl.int64)
+    keys = tl.load(listed + columns, mask=columns < count, other=v.LOWEST)
+    for start in range(0, count, BLOCK):
+        ahead = start + BLOCK + columns
+        following = tl.load(listed + ahead, mask=ahead < count, other=v.LOWEST)
+        if WEIGHTS:
+            each = v.weight(v.score(v.value_of(keys), peak, temperature))
+        else:
+            each = tl.full([BLOCK], 1, tl.int64)
+        # What fills the last block is LOWEST, below any threshold
+        found += tl.where(keys[None, :] >= thresholds[:, None], each[None, :], 0)
+        keys = following
+    return tl.sum(found, 1)
+
+
+@triton.jit
+def _narrow(low, high, thresholds, enough):
+    """The bracket when `enough` [16] says which thresholds have enough above them; some has."""
+    lower = tl.max(tl.where(enough, thresholds, low), 0)
+    upper = tl.min(tl.where(enough, high, thresholds), 0)
+    return lower, tl.minimum(upper, high)
+
+
+@triton.jit
+def _extent(listed, count, BLOCK: tl.constexpr):
+    """The least of the listed keys, and the greatest plus 1."""
+    columns = tl.arange(0, BLOCK)
+    least = tl.full([BLOCK], v.HIGHEST, tl.int64)
+    most = tl.full([BLOCK], v.LOWEST, tl.int64)
+    for start in range(0, count, BLOCK):
+        at = start + columns
+        least = tl.minimum(least, tl.load(listed + at, mask=at < count, other=v.HIGHEST))
+        most = tl.maximum(most, tl.load(listed + at, mask=at < count, other=v.LOWEST))
+    return tl.min(least, 0), tl.max(most, 0) + 1
+
+
+@triton.jit
+def _kth_key(listed, count, k, BLOCK: tl.constexpr):
+    """The k-th greatest of the listed keys."""
+    low, high = _extent(listed, count, BLOCK)
+    by_key = False
+    while high - 1 != low:
+        thresholds = _thresholds(low, high, by_key)
+        lower, upper = _narrow(low, high, thresholds, _above(listed, count, thresholds, 0.0, 1.0, False, BLOCK) >= k)
+        by_key = ((upper >> 3) - (lower >> 3)) >= ((high >> 6) - (low >> 6))
+        low = lower
+        high = upper
+    return low
+
+
+@triton.jit(do_not_specialize=["vocab", "chunk_count", "room"])
+def select(
+    slots,
+    positions,
+    floats,
+    integers,
+    statistics,
+    counts,
+    listed,
+    ids_out,
+    support,
+    mass,
+    vocab,
+    chunk_count,
+    room,
+    CHUNKS: tl.constexpr,
+    PROCESSED: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if v.integer(integers, slot, v.KIND) == v.WIDE:
+        temperature = v.temperature_of(floats, integers, slot)
+        _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+        open = listed + row * 2 * room
+        taken = open + room
+        many = tl.load(counts + row)  # undecided
+        top_k, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
+        low = tl.full([], v.LOWEST + 1, tl.int64)
+        high = tl.full([], v.HIGHEST, tl.int64)
+        wanted = tl.full([], float("inf"), tl.float64)
+        if top_p < 1:
+            low, high = _extent(open, many, PART)
+        if (top_k > 0) & (many > top_k):
+            low = _kth_key(open, many, top_k, BLOCK)
+        if top_p < 1:
+            wanted = total.to(tl.float64) * v.UNIT
+            if top_k > 0:
+                wanted = tl.max(
+                    _above(open, many, tl.zeros([THRESHOLDS], tl.int64) + low, peak, temperature, True, BLOCK), 0
+                ).to(tl.float64)
+            wanted = wanted * top_p
+        few = tl.full([], 0, tl.int32)  # taken
+        heavy = tl.full([], 0, tl.int64)  # their weight
+        last = tl.full([], v.HIGHEST, tl.int64)
+        by_key = False
+        offsets = tl.arange(0, PART)
+        while many > 0:
+            lower, upper = low, low
+            if (top_p < 1) & (many > 1):
+                thresholds = _thresholds(low, high, by_key)
+                above = heavy + _above(open, many, thresholds, peak, temperature, True, BLOCK)
+                enough = above.to(tl.float64) >= wanted
+                if tl.max(enough.to(tl.int32), 0) > 0:
+                    lower, upper = _narrow(low, high, thresholds, enough)
+            left = 0
+            found = tl.zeros([PART], tl.int64)
+            lasts = tl.full([PART], v.HIGHEST, tl.int64)
+            leasts = tl.full([PART], v.HIGHEST, tl.int64)
+            mosts = tl.full([PART], v.LOWEST, tl.int64)
+            keys = tl.load(open + offsets, mask=offsets < many, other=v.LOWEST)
+            for start in range(0, many, PART):
+                ahead = start + PART + offsets
+                following = tl.load(open + ahead, mask=ahead < many, other=v.LOWEST)
+                surely = keys >= upper
+                maybe = (keys >= lower) & (keys < upper)
+                # Both counts in one sum, which is below 2**15
+                place = tl.cumsum(surely.to(tl.int32) + (maybe.to(tl.int32) << 16), 0)
+                tl.store(taken + few + (place & 0xFFFF) - 1, keys, mask=surely)
+                # In place: what is written was read before the sum over the block was known
+                tl.store(open + left + (place >> 16) - 1, keys, mask=maybe)
+                both = tl.max(tl.where(offsets == PART - 1, place, 0), 0)
+                few += both & 0xFFFF
+                left += both >> 16
+                found += tl.where(surely, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
+                lasts = tl.where(surely, tl.minimum(lasts, keys), lasts)
+                leasts = tl.where(maybe, tl.minimum(leasts, keys), leasts)
+                mosts = tl.where(maybe, tl.maximum(mosts, keys), mosts)
+                keys = following
+            heavy += tl.sum(found, 0)
+            last = tl.minimum(last, tl.min(lasts, 0))
+            least = tl.min(leasts, 0)
+            most = tl.max(mosts, 0)
+            tl.debug_barrier()
+            by_key = left * 2 > many
+            many = left
+            low = tl.maximum(lower, least)
+            high = tl.minimum(upper, most + 1)
+        seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+        min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
+        best = tl.full([], float("-inf"), tl.float32)
+        chosen = tl.full([], 0x7FFFFFFF, tl.int32)
+        heavy = tl.full([], 0, tl.int64)
+        for start in range(0, few, PART):
+            at = start + offsets
+            keys = tl.load(taken + at, mask=at < few, other=v.LOWEST)
+            scores = v.score(v.value_of(keys), peak, temperature)
+            ids = v.id_of(keys)
+            kept = (at < few) & (tl.exp(scores) >= min_p)
+            noisy = tl.where(kept, scores + noise.gumbel(ids, position, seed, FAST), float("-inf"))
+            found, id = v.first_of_best(noisy, ids)
+            id = tl.where(found > float("-inf"), id, 0x7FFFFFFF)
+            chosen = tl.where(found > best, id, tl.where(found == best, tl.minimum(id, chosen), chosen))
+            best = tl.maximum(best, found)
+            heavy += tl.sum(tl.where(kept, v.weight(scores), 0), 0)
+        tl.store(ids_out + row, chosen.to(tl.int64))
+        if PROCESSED:
+            tl.store(support + row, last)
+            tl.store(mass + row, heavy.to(tl.float32) / v.UNIT)

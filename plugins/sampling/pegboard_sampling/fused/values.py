@@ -1,0 +1,111 @@
+"""What a logit is inside of the kernels: adjusted by its slot's state, ordered as an integer, weighted.
+
+A key packs a token: the logit's bits, ordered, above 2**31 - 1 - id. Keys differ, a greater one comes first: greater
+logits, of equals the lower id."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(128)
+#: Columns of the slots' float64 and int64 parameters.
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, FLOATS = (tl.constexpr(i) for i in range(7))
+SEED, KIND, TOP_K, FLAGS, MIN_TOKENS, CHOSEN, LOGPROBS, INTEGERS = (tl.constexpr(i) for i in range(8))
+#: How a row chooses.
+GREEDY, NOISE, FEW, WIDE = (tl.constexpr(i) for i in range(4))
+#: Bits of FLAGS.
+PENALTIES, BIAS, PROCESSED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+#: Bits of a token's word; above them how often it was chosen.
+IN_PROMPT, STOP, CHOSEN_ONCE, COUNT_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(2)
+#: Rows of a chunk's statistics, and of its ids.
+MAXIMUM, SUM, NOISY, RAW_MAXIMUM, RAW_SUM, STATISTICS = (tl.constexpr(i) for i in range(6))
+FIRST, PICK, IDS = (tl.constexpr(i) for i in range(3))
+LOWEST = tl.constexpr(-(1 << 63))
+HIGHEST = tl.constexpr((1 << 63) - 1)
+#: Weights are summed as integers, so that no order of summation changes a bit.
+UNIT = tl.constexpr(float(1 << 40))
+
+
+@triton.jit
+def number(floats, slot, WHICH: tl.constexpr):
+    return tl.load(floats + slot * FLOATS + WHICH)
+
+
+@triton.jit
+def integer(integers, slot, WHICH: tl.constexpr):
+    return tl.load(integers + slot * INTEGERS + WHICH)
+
+
+@triton.jit
+def temperature_of(floats, integers, slot):
+    """Greedy rows choose from the logits as they are, at temperature 1."""
+    given = number(floats, slot, TEMPERATURE).to(tl.float32)
+    return tl.where(integer(integers, slot, KIND) == GREEDY, 1.0, given)
+
+
+@triton.jit
+def adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS: tl.constexpr, BIASES: tl.constexpr):
+    """Logits x after penalties, bias and the mask of min_tokens; `real` where there is a token. Float32."""
+    flags = integer(integers, slot, FLAGS)
+    if WORDS:
+        early = integer(integers, slot, CHOSEN) < integer(integers, slot, MIN_TOKENS)
+        penalised = (flags & PENALTIES) != 0
+        if early | penalised:
+            word = tl.load(words + slot * vocab + ids, mask=real, other=0)
+            count = word >> COUNT_SHIFT
+            repetition = number(floats, slot, REPETITION).to(tl.float32)
+            presence = number(floats, slot, PRESENCE).to(tl.float32)
+            frequency = number(floats, slot, FREQUENCY).to(tl.float32)
+            seen = penalised & (((word & IN_PROMPT) != 0) | (count > 0))
+            x = tl.where(seen, tl.where(x > 0, x / repetition, x * repetition), x)
+            x = tl.where(penalised & (count > 0), x - presence - frequency * count.to(tl.float32), x)
+            x = tl.where(early & ((word & STOP) != 0), float("-inf"), x)
+    if BIASES:
+        if (flags & BIAS) != 0:
+            x += tl.load(biases + slot * vocab + ids, mask=real, other=0.0)
+    return x
+
+
+@triton.jit
+def score(x, peak, temperature):
+    """(x - peak) / temperature; 0 for the peak, infinite or not."""
+    relative = tl.where(x == peak, 0.0, (x - peak) / temperature)
+    return tl.where(x == float("-inf"), float("-inf"), relative)
+
+
+@triton.jit
+def ordered(x):
+    """int32 bits that compare as the floats do."""
+    x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_of(x, ids):
+    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def value_of(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def id_of(key):
+    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def weight(scores):
+    """exp(score) in units of 2**-40, int64."""
+    return (tl.exp(scores) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def first_of_best(x, ids):
+    """The greatest x and the lowest id that has it; x is 1-dimensional or a tile."""
+    best = tl.max(tl.ravel(x), 0)
+    return best, tl.min(tl.ravel(tl.where(x == best, ids, 0x7FFFFFFF)), 0)

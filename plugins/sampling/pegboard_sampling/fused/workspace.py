@@ -1,0 +1,48 @@
+"""Device memory between the fused sampler's kernels, at addresses that stay.
+
+Letters: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import values as v
+from .best import AT_ONCE
+
+#: Groups of 128 logits that a program reads.
+CHUNK_GROUPS = 32
+
+
+class Workspace:
+    """For N rows at a time. A graph that was recorded on a smaller one still writes to it, so it is kept."""
+
+    @torch.inference_mode(False)
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, before: Workspace | None = None) -> None:
+        self.rows = rows
+        self.before = before
+        self.groups = -(-vocab_size // v.GROUP.value)
+        self.chunks = -(-self.groups // CHUNK_GROUPS)
+        self._vocab_size = vocab_size
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty((rows, *shape), dtype=dtype, device=device)
+
+        self.maxima, self.raw_maxima = (empty(self.groups, dtype=torch.float32) for _ in range(2))
+        self.statistics = empty(v.STATISTICS.value, self.chunks, dtype=torch.float32)
+        self.chunk_ids = empty(v.IDS.value, self.chunks, dtype=torch.int32)
+        self.counts = empty(dtype=torch.int32)
+        self.candidates = empty(AT_ONCE.value, dtype=torch.int32)
+        self.support = empty(dtype=torch.int64)
+        self.mass = empty(dtype=torch.float32)
+        self._listed: Tensor | None = None
+
+    @property
+    @torch.inference_mode(False)
+    def listed(self) -> Tensor:
+        """[N, 2, V] int64, made when a row first needs it."""
+        if self._listed is None:
+            shape = (self.rows, 2, self._vocab_size)
+            self._listed = torch.empty(shape, dtype=torch.int64, device=self.counts.device)
+        return self._listed

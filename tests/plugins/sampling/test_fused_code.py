@@ -1,0 +1,56 @@
+"""What the fused sampler compiles to, on machines without a GPU: nothing spills, the logits are read widely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pegboard.contracts.device import DeviceFacts
+from pegboard.contracts.sampler import SamplerNeed, SampleRows, SamplingParams, SlotOpening
+from pegboard_sampling.fused.sampler import FusedSampler
+
+CAPABILITIES = [90, pytest.param(80, marks=pytest.mark.full)]
+VOCAB = 128256
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "noise": {},
+    "few": {"top_k": 50, "top_p": 0.9},
+    "wide": {"top_p": 0.9},
+    "adjusted few": {"top_k": 50, "frequency_penalty": 1.0, "logit_bias": {1: 1.0}},
+    "adjusted wide": {"top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {1: 1.0}},
+    "adjusted noise": {"presence_penalty": 1.0, "logit_bias": {1: 1.0}},
+    "raw logprobs": {"logprobs": 5},
+    "processed logprobs": {"logprobs": 5, "logprobs_mode": "processed", "top_k": 5},
+    "many logprobs": {"logprobs": 100, "temperature": 0.0},
+}
+
+
+class OnHost(FusedSampler):
+    """State on the host, as nothing runs."""
+
+    def __init__(self, need: SamplerNeed) -> None:
+        super().__init__(need, interpreted=True)
+        self._fast = True
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("noise", "few", "wide") else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
+)
+def test_nothing_spills(compile_for: Callable[..., Any], capability: int, dtype: torch.dtype, kind: str) -> None:
+    device = DeviceFacts(type="cuda", capability=divmod(capability, 10))
+    sampler = OnHost(SamplerNeed(device=device, vocab_size=VOCAB, slots=2, max_length=100))
+    sampler.open([SlotOpening(slot=0, sampling=SamplingParams(**KINDS[kind]), seed=1, prompt=(1, 2), max_length=100)])
+    rows = SampleRows(
+        slots=torch.zeros(2, dtype=torch.int64), positions=torch.zeros(2, dtype=torch.int64), host_slots=(0,)
+    )
+    with compile_for(capability) as made:
+        sampler.sample(torch.empty(2, VOCAB, dtype=dtype), rows)
+    assert made[0].kernel == "read_chunks"
+    if kind in ("greedy", "few", "wide"):
+        assert made[0].instructions["LDG"] <= 8 + 8, "16 bytes a load: 4096 logits by 128 threads are 8, and parameters"
+    assert all(one.stack == 0 for one in made)

@@ -1,0 +1,102 @@
+"""The fused sampler against the suite that every sampler is held to: on a CUDA device, and on a CPU under Triton's
+interpreter, which is chosen when a kernel is defined and so has a process of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+
+from pegboard.contracts.device import DeviceFacts
+from pegboard.contracts.sampler import SamplerNeed
+from pegboard.testing import SamplerSuite
+from pegboard.testing.conformance import Candidate
+from pegboard_sampling.fused.sampler import FusedSampler
+
+SUPPORT: list[tuple[list[float], dict[str, Any], set[int]]] = [
+    ([1.0, 3.0, 3.0, 3.0, 0.0], {"top_k": 2}, {1, 2}),
+    ([1.0, 3.0, 2.0, 2.0, 2.0], {"top_k": 3}, {1, 2, 3}),
+    ([0.0] * 100, {"top_k": 70}, set(range(70))),
+    ([0.0] * 100, {"top_p": 0.51}, set(range(51))),
+    ([0.0] * 300, {"top_k": 4, "top_p": 0.3}, {0, 1}),
+    ([0.0] * 300, {"top_k": 100, "top_p": 0.302}, set(range(31))),
+    ([0.0, 1.0] * 50, {"top_k": 70}, {*range(1, 100, 2), *range(0, 40, 2)}),
+    ([0.0] * 8, {"top_p": 0.01}, {0}),
+    ([2.0, 0.0, 2.0], {"min_p": 1.0}, {0, 2}),
+    ([0.0, -math.inf, 0.0, -math.inf], {"top_p": 0.999}, {0, 2}),
+    ([0.0, -math.inf, 0.0, -math.inf] * 20, {"top_k": 66}, set(range(0, 80, 2))),
+    ([-math.inf, -math.inf, -50.0], {"top_k": 2, "top_p": 0.1}, {2}),
+]
+
+FULL = bool(os.environ.get("PEGBOARD_FULL"))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Interpreted(FusedSampler):
+    @classmethod
+    def refusals(cls, need: SamplerNeed, options: Any) -> Sequence[str]:
+        return FusedSampler.refusals(_on_cuda(need), options)
+
+    @classmethod
+    def create(cls, need: SamplerNeed, options: Any) -> Self:
+        return cls(need, interpreted=True)
+
+
+def _on_cuda(need: SamplerNeed) -> SamplerNeed:
+    return SamplerNeed(
+        device=DeviceFacts(type="cuda", capability=(8, 0)),
+        vocab_size=need.vocab_size,
+        slots=need.slots,
+        max_length=need.max_length,
+        max_drafts=need.max_drafts,
+    )
+
+
+if INTERPRETED:
+    # numpy warns of infinities that a device computes and drops
+    @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+    class TestInterpreted(SamplerSuite):
+        part = Interpreted
+        grid = "small"
+        dtypes = ("float32", "float16") if FULL else ("float32",)
+        claims = ("batch_invariant",)
+        exempt = {
+            "test_distribution": "takes thousands of launches: held on a CUDA device",
+            "test_exact_support": "takes thousands of launches: held on a CUDA device, here test_support",
+        }
+        test_distribution = None
+        test_exact_support = None
+
+        @pytest.mark.parametrize(("row", "kind", "allowed"), SUPPORT, ids=[str(kind) for _, kind, _ in SUPPORT])
+        def test_support(self, candidate: Candidate, row: list[float], kind: dict[str, Any], allowed: set[int]) -> None:
+            """What may be chosen, as its log-probabilities tell: equal logits, so who takes part is a matter of ids."""
+            one = self.opening(0, **kind, logprobs=len(row), logprobs_mode="processed")
+            sampler = self.make(candidate, [one], len(row))
+            found = self.sample(sampler, torch.tensor([row], device=self.device), [0], [3]).logprobs
+            assert found is not None
+            told = zip(found.top_ids[0].tolist(), found.top_values[0].tolist(), strict=True)
+            assert {id for id, value in told if value > -math.inf} == allowed
+
+
+@pytest.mark.gpu
+class TestOnCuda(SamplerSuite):
+    part = FusedSampler
+    device = "cuda"
+    dtypes = ("float32", "float16", "bfloat16")
+    claims = ("batch_invariant",)
+
+
+@pytest.mark.supports("Sampling", "every parameter in Triton, without sorting the vocabulary (part fused)")
+@pytest.mark.skipif(INTERPRETED, reason="runs in itself")
+def test_under_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

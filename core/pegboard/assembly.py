@@ -185,7 +185,6 @@ class Survey:
     ) -> Decision:
         """Resolve one choice; the winner is remembered, the decision kept for the report."""
         decision = self._resolve(where, choice, need, key=key, static=static)
-        self.decisions.append(decision)
         if decision.winner is not None:
             entry = winner(self.registry, decision)
             self.parts[where] = ChosenPart(
@@ -195,7 +194,15 @@ class Survey:
                 version=entry.version,
                 options=dict(choice.options),
             )
+            decision = replace(decision, notes=self._notes(entry))
+        self.decisions.append(decision)
         return decision
+
+    def _notes(self, entry: RegisteredPart) -> tuple[str, ...]:
+        recorded = self.device.type == "cuda" and self.config.cuda_graphs
+        if recorded and entry.part.role in ("attention", "ops", "sampler") and not entry.load().capturable:
+            return ("it can't be recorded in a CUDA graph: its kernels are launched one by one in every step",)
+        return ()
 
     def _resolve(
         self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None

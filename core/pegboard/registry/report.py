@@ -24,6 +24,7 @@ def decisions_text(decisions: Sequence[Decision], broken: Sequence[BrokenPlugin]
     for decision in decisions:
         about = f"asked: {decision.asked}" + (f", for {decision.key}" if decision.key else "")
         lines = [f"{decision.where}: {decision.winner or 'NONE'}  ({about})"]
+        lines.extend(f"  note: {note}" for note in decision.notes)
         for candidate in decision.candidates:
             source = candidate.distribution or candidate.plugin or "not installed"
             lines.append(f"  {candidate.verdict:<12} {candidate.name}  [{source}, score {candidate.score}]")

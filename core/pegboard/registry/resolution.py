@@ -31,6 +31,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     #: Why there is no winner; empty when there is one.
     reasons: tuple[str, ...] = ()
+    #: What the choice of the winner costs elsewhere.
+    notes: tuple[str, ...] = ()
 
     def reasons_text(self) -> str:
         """Why there is no winner, one reason a line; "" when there is one."""

@@ -18,6 +18,7 @@ from .gating import launch_gated
 from .launching import Launcher
 from .norms import launch_norm
 from .projecting import added, launch_row, row_shape
+from .projecting_held import can_norm, held_shape, launch_held
 from .projecting_rows import MOST_ROWS, launch_few, splits_for
 from .rope_writing import can_write, launch_rope_write
 
@@ -86,8 +87,13 @@ class TritonOps(TorchOps):
             shape = row_shape(weight.shape[0], weight.shape[1], paired)
             if shape is not None:
                 return launch_row(x, weight, linear.bias, norm, activation, residual, shape, self._launcher)
-        if norm is not None:
-            x = self.norm(x, norm)
+        held = None
+        if weight is not None and rows > 1 and not self._launcher.interpreted:
+            held = held_shape(rows, weight.shape[0], weight.shape[1])
+        if norm is not None and (held is None or not can_norm(x, norm)):
+            x, norm = self.norm(x, norm), None
+        if weight is not None and held is not None:
+            return launch_held(x, weight, linear.bias, norm, activation, residual, held, self._launcher)
         if weight is not None and 1 < rows <= MOST_ROWS and self._hopper:
             splits = splits_for(weight.shape[0], weight.shape[1], paired)
             if splits is not None:

@@ -24,11 +24,9 @@ from .quantized_kv import STORED, quantized_layout
 _DTYPES = ("float16", "bfloat16", "float32")
 #: Queries of a row that fit the kernels' 64-bit ancestor masks.
 _MAX_QUERY = 64
-#: No batch whose rows can have more entries goes unsplit: its slowest row would outlast the others.
+#: A batch that fills the device is not split while no row can have more entries: the slowest row then costs less than
+#: a merge does.
 _UNSPLIT_ENTRIES = 2048
-#: Tiles that a program works off in the time of the schedule's and the merge's share of a layer: rows that splitting
-#: would shorten by less stay whole.
-_MERGE_TILES = 8
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
             longest = min(longest, layer.window + widest + shape.block_n)
         tiles = max(1, -(-longest // shape.block_n))
         items = first = None
-        shortened = tiles * max(0.0, 1 - bounds.rows / shape.slots)
-        whole = shortened <= _MERGE_TILES or self._shapes.fills_device(layer, shape, bounds.rows)
-        unsplit = longest <= _UNSPLIT_ENTRIES and whole
+        unsplit = longest <= _UNSPLIT_ENTRIES and shape.fills_device(bounds.rows)
         if tiles > fixed if fixed else tiles > 1 and not unsplit:
             device = rows.kv_len.device
             count = most_items(bounds.rows, shape.slots, tiles, fixed)

@@ -64,9 +64,7 @@ def project_held(
     WHOLE: gl.constexpr = gl.BlockedLayout(
         [num_warps, TURN, 1], [1, 16 // TURN, 2 * TURN], [1, 1, num_warps], [1, 2, 0]
     )
-    OUT: gl.constexpr = (
-        gl.BlockedLayout([1, 1], [8, 4], [1, num_warps], [0, 1]) if PAIRED else gl.SliceLayout(0, WHOLE)
-    )
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, num_warps], [0, 1]) if PAIRED else gl.SliceLayout(0, WHOLE)
     VECTOR: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [num_warps, 1], [1, 0])
     CHUNKS: gl.constexpr = INPUTS // (num_warps * CHUNK)
     program = gl.program_id(0)
@@ -81,7 +79,7 @@ def project_held(
     weights = ()
     for c in gl.static_range(CHUNKS):
         part = gl.load(weight_ptr + at + c * num_warps * CHUNK, eviction_policy="evict_first")
-        weights = weights + (part,)  # noqa: RUF005 - triton knows no stars
+        weights = weights + (part,)  # type: ignore[assignment]  # noqa: RUF005
     if NORM:
         gains = gl.allocate_shared_memory(
             gl.float32, [CHUNKS, num_warps, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -90,7 +88,7 @@ def project_held(
         norms = ()
         for c in gl.static_range(CHUNKS):
             gain = gl.load(norm_ptr + c * num_warps * CHUNK + g_warp[:, None] * CHUNK + g_k[None, :])
-            norms = norms + (gain,)  # noqa: RUF005
+            norms = norms + (gain,)  # type: ignore[assignment]  # noqa: RUF005
     if BIAS:
         y_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(0, WHOLE)))
         bias = gl.load(bias_ptr + place(y_n, program, features, PAIRED, MADE)).to(gl.float32)
@@ -113,7 +111,7 @@ def project_held(
         xs = ()
         for c in gl.static_range(AHEAD):
             if start + c < CHUNKS:
-                xs = xs + (gl.load(x_ptr + x_at + (start + c) * num_warps * CHUNK),)  # noqa: RUF005
+                xs = xs + (gl.load(x_ptr + x_at + (start + c) * num_warps * CHUNK),)  # type: ignore[assignment]  # noqa: RUF005
         if RESIDUAL and start == 0:
             residual = gl.load(residual_ptr + to, mask=there, other=0.0)
         if NORM and start == 0:
@@ -121,10 +119,10 @@ def project_held(
                 gains.index(c).store(norms[c].to(gl.float32) + offset)
         for c in gl.static_range(AHEAD):
             if start + c < CHUNKS:
-                x = xs[c]
+                x = xs[c]  # type: ignore[var-annotated]
                 if NORM:
                     gain = gains.index(start + c).load(gl.SliceLayout(2, RIGHT))
-                    wide = x.to(gl.float32)
+                    wide = x.to(gl.float32)  # type: ignore[var-annotated]
                     squares += gl.sum(wide * wide, 1)
                     x = (wide * gain[:, :, None]).to(x.dtype)
                 # Two chains where one would be short of instructions that don't wait for each other

@@ -18,6 +18,12 @@ from .launching import Launcher
 
 #: Outputs from which the programs are enough to ask for much at once
 _LEAST_OUTPUTS = 512
+#: Rows of x that a program takes -> the warps that it may have, the best first where they hold what they must, and the
+#: chunks of x that it asks for at once, and outputs up to which this kernel is ahead on an H200: every program reads x,
+#: so many of them read it too often.
+_CUTS = {8: ((4, 8), 6, 1 << 20), 16: ((4, 16, 8), 6, 8192), 32: ((4, 8), 2, 8192), 64: ((8,), 1, 2048)}
+#: Most outputs where a multiprocessor holds only one or two programs, for more inputs than _SHORT
+_SHORT, _MOST_OF_LONG = 1024, 4096
 #: Chunks of a warp's weights: 16 registers each
 _MOST_CHUNKS = 6
 
@@ -37,19 +43,21 @@ class HeldShape:
 def held_shape(rows: int, outputs: int, inputs: int) -> HeldShape | None:
     """How the product of 2 or more rows is cut, or None where this kernel is not made for it."""
     block_m = max(8, triton.next_power_of_2(rows))
-    if block_m > 64 or outputs < _LEAST_OUTPUTS:
+    many, ahead, most = _CUTS.get(block_m, ((), 0, 0))
+    if not _LEAST_OUTPUTS <= outputs <= (most if inputs <= _SHORT else min(most, _MOST_OF_LONG)):
         return None
-    for warps in (4, 8):
+    for warps in many:
         chunks, left = divmod(inputs, warps * CHUNK.value)
-        if not left and chunks <= _MOST_CHUNKS:
+        if not left and 0 < chunks <= (3 if warps == 16 else _MOST_CHUNKS):
             registers = 128 if block_m == 8 and warps == 4 and chunks <= 4 else None
-            return HeldShape(16, block_m, warps, max(1, min(chunks, 96 // block_m)), registers)
+            return HeldShape(16, block_m, warps, min(chunks, ahead), registers)
     return None
 
 
 def can_norm(x: Tensor, norm: Norm | None) -> bool:
-    """Whether the norm may join the product: what float16 can't hold of x times the norm's weight would be lost."""
-    return norm is None or x.dtype == torch.bfloat16
+    """Whether the norm may join the product: float16 may not hold x times the norm's weight, and of many rows the norm
+    takes more registers than there are."""
+    return norm is None or (x.dtype == torch.bfloat16 and x.shape[0] <= 32)
 
 
 def launch_held(

@@ -18,12 +18,15 @@ from .launching import Launcher
 
 #: Outputs from which the programs are enough to ask for much at once
 _LEAST_OUTPUTS = 512
-#: Rows of x that a program takes -> the warps that it may have, the best first where they hold what they must, and the
-#: chunks of x that it asks for at once, and outputs up to which this kernel is ahead on an H200: every program reads x,
-#: so many of them read it too often.
+#: Outputs of which a program takes 32 instead of 16, of up to _SHORT inputs: half as many programs read x, and they
+#: leave more room for the next kernel's.
+_WIDE = range(4096, 8193)
+_SHORT = 1024
+#: Rows of x that a program takes -> the warps that it may have, the best first where they hold what they must; chunks
+#: of x that it asks for at once; outputs up to which this kernel is ahead on an H200, as every program reads x.
 _CUTS = {8: ((4, 8), 6, 1 << 20), 16: ((4, 16, 8), 6, 8192), 32: ((4, 8), 2, 8192), 64: ((8,), 1, 2048)}
-#: Most outputs where a multiprocessor holds only one or two programs, for more inputs than _SHORT
-_SHORT, _MOST_OF_LONG = 1024, 4096
+#: Most outputs of more inputs than _SHORT, of which a multiprocessor holds only one or two programs
+_MOST_OF_LONG = 4096
 #: Chunks of a warp's weights: 16 registers each
 _MOST_CHUNKS = 6
 
@@ -48,9 +51,12 @@ def held_shape(rows: int, outputs: int, inputs: int) -> HeldShape | None:
         return None
     for warps in many:
         chunks, left = divmod(inputs, warps * CHUNK.value)
-        if not left and 0 < chunks <= (3 if warps == 16 else _MOST_CHUNKS):
-            registers = 128 if block_m == 8 and warps == 4 and chunks <= 4 else None
-            return HeldShape(16, block_m, warps, min(chunks, ahead), registers)
+        if left or not 0 < chunks <= (3 if warps == 16 else _MOST_CHUNKS):
+            continue
+        if inputs <= _SHORT and outputs in _WIDE:
+            return HeldShape(32, block_m, warps, min(chunks, ahead) if block_m <= 16 else 1)
+        registers = 128 if block_m == 8 and warps == 4 and chunks <= 4 else None
+        return HeldShape(16, block_m, warps, min(chunks, ahead), registers)
     return None
 
 

@@ -31,9 +31,10 @@ _MOST_HIDDEN = 16384
 
 class TritonOps(TorchOps):
     """Every op of `TorchOps` in one launch each; a lone row's projection is one launch with its norm, activation and
-    residual. `rope_write` keeps neither k nor v: the cache holds them.
+    residual, and so are those of up to 64 rows over few inputs. `rope_write` keeps neither k nor v: the cache holds
+    them.
 
-    In batch-invariant mode a lone row's projection goes the way of every other."""
+    In batch-invariant mode all projections go the way of many rows."""
 
     capturable = True
 

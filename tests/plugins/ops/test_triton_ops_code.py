@@ -102,9 +102,12 @@ def test_rows_whose_weights_are_held(compile_for: Callable[..., Any], capability
     with compile_for(capability) as made:
         ops.project(empty(rows, 3072), Dense(1024, 3072), residual=empty(rows, 1024))
         ops.project(empty(rows, 1024), Dense(2048, 1024), norm=norm(1024) if rows <= 32 else None, activation="silu")
-    assert [found.kernel for found in made] == ["project_held"] * 2
+        if rows <= 32:
+            ops.project(empty(rows, 1024), Dense(6144, 1024), norm=norm(1024), activation="silu")
+    assert [found.kernel for found in made] == ["project_held"] * (3 if rows <= 32 else 2)
     for found in made:
-        assert found.stack == 0
+        # 32 rows of x beside 32 of the weight take all registers: some triton versions keep a few addresses elsewhere
+        assert found.stack <= (40 if found is made[-1] and rows == 32 else 0)
         assert found.instructions["HMMA"] > 0
         assert found.instructions["LDSM"] == 0, "weights and x come to their registers without shared memory"
         assert (found.instructions["ACQBULK"] > 0) == (capability == 90), "dependent launch"

@@ -188,7 +188,7 @@ def test_project_few_rows(ops: Any, outputs: int, inputs: int, rows: int) -> Non
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: Gluon has no interpreter")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1024, 1024), (518, 512), (1034, 3072), (2056, 1536), (4130, 1024)])
-@pytest.mark.parametrize("rows", [2, 8, 9, 24, 33, 64])
+@pytest.mark.parametrize("rows", [3, 16, 24, 64])
 def test_project_rows_whose_weights_are_held(
     dtype: torch.dtype, outputs: int, inputs: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +197,8 @@ def test_project_rows_whose_weights_are_held(
 
     ops = TritonOps(msgspec.structs.replace(NEED, dtype=dtype_name(dtype)))
     if held_shape(rows, outputs, inputs) is None:
-        assert (rows, outputs) in {(33, 2056), (64, 2056), (33, 4130), (64, 4130)}
+        assert rows == 64
+        assert outputs > 2048
         return
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, seed=1, dtype=dtype) * inputs**-0.5
     linear, plain = DenseLinear(weight, random(outputs, seed=2, dtype=dtype)), DenseLinear(weight)

@@ -4,15 +4,16 @@
 
 Every work rotates over buffers so that the L2 is cold. `of ceiling`: the bytes that the work must move over its time,
 as a share of the streaming-read ceiling for products, of a copy measured in the same run for the rest. A `chain` is a
-decoder layer's four products with their norms, activation and residuals. Errors are against float64 for products, else
-against torch's ops: a few roundings of bfloat16 (4e-3) are as good as it gets. `compiled`: the reference
-through torch.compile, for large shapes only, since each takes seconds to compile.
+decoder layer's four products with their norms, activation and residuals in one graph: only there dependent launch
+shows. `cublas us`: the same, our norms and activations around cuBLAS's products. Errors are against float64 for
+products, else against torch's ops: a few roundings of bfloat16 (4e-3) are as good as it gets. `compiled`: the
+reference through torch.compile, for large shapes only, since each takes seconds to compile.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,25 @@ from torch.nn import functional
 
 from pegboard.contracts.attention import KVLayout, LayerCache
 from pegboard.contracts.device import DeviceFacts, TensorSpec
-from pegboard.contracts.ops import Norm, OpsNeed, Rope
+from pegboard.contracts.ops import Activation, Norm, OpsNeed, Rope
+from pegboard.contracts.quantizer import Linear
 from pegboard.ops import TorchOps
 from pegboard_ops.triton_ops import TritonOps
 
-#: (outputs, inputs) -> microseconds of the probes that these kernels came from, of 1, 4 and 16 rows
-PRODUCTS = {
-    (6144, 4096): (12.7, 14.9, 15.1),
-    (4096, 4096): (9.0, 11.2, 10.8),
-    (28672, 4096): (52.8, 56.4, 56.3),
-    (4096, 14336): (27.5, 31.1, 30.4),
-    (128256, 4096): (226.8, 232.0, 238.0),
-    (4096, 1024): (3.05, 4.5, 4.4),
-    (6144, 1024): (4.17, 5.4, 5.4),
-    (1024, 3072): (2.15, 5.5, 5.4),
-}
+#: (outputs, inputs) of products, those of MODELS and their heads
+PRODUCTS = (
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (128256, 4096),
+    (4096, 1024),
+    (1024, 2048),
+    (6144, 1024),
+    (1024, 3072),
+    (151936, 1024),
+)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 #: name -> (hidden, query heads, KV heads, intermediate)
 MODELS = {"8B": (4096, 32, 8, 14336), "0.6B": (1024, 16, 8, 3072)}
 
@@ -57,18 +62,36 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda") * scale
 
 
-def make_ops() -> tuple[TritonOps, TorchOps]:
+def make_ops(kind: type[TritonOps] = TritonOps) -> tuple[TritonOps, TorchOps]:
     device = DeviceFacts(type="cuda", capability=torch.cuda.get_device_capability())
     need = OpsNeed(device=device, dtype="bfloat16", hidden_size=4096, head_sizes=(128,), activations=("silu",))
-    return TritonOps.create(need, None), TorchOps.create(need, None)
+    return kind.create(need, None), TorchOps.create(need, None)
 
 
-def products(ours: TritonOps) -> list[dict[str, Any]]:
+class Parts(TritonOps):
+    """A launch for each part: our norms and activations around cuBLAS."""
+
+    def project(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        out = linear(x if norm is None else self.norm(x, norm))
+        if activation is not None:
+            out = self.gated(out, activation)
+        return out if residual is None else residual + out
+
+
+def products(ours: TritonOps, shapes: Sequence[tuple[int, int]] = PRODUCTS) -> list[dict[str, Any]]:
     rows = []
-    for (outputs, inputs), probes in PRODUCTS.items():
+    for outputs, inputs in shapes:
         size = outputs * inputs * 2
         linears = [DenseLinear(outputs, inputs) for _ in range(copies_for(size * 3 // 2))]
-        for tokens, probe in zip((1, 4, 16), probes, strict=True):
+        for tokens in ROWS:
             x = random(tokens, inputs)
             right = x.double() @ linears[-1].weight.double().t()
             time = microseconds([partial(ours.project, x, linear) for linear in linears])
@@ -79,9 +102,8 @@ def products(ours: TritonOps) -> list[dict[str, Any]]:
                     "us": time,
                     "of ceiling": f"{size / time / 1e3 / READ_CEILING:.0%}",
                     "error": relative_error(ours.project(x, linears[-1]), right),
-                    "torch us": microseconds([partial(linear, x) for linear in linears]),
-                    "torch error": relative_error(linears[-1](x), right),
-                    "probe us": probe,
+                    "cublas us": microseconds([partial(linear, x) for linear in linears]),
+                    "cublas error": relative_error(linears[-1](x), right),
                 }
             )
     return rows
@@ -95,14 +117,16 @@ def chain(ops: TorchOps, layer: list[DenseLinear], x: Tensor, mixed: Tensor, nor
     return ops.project(active, down, residual=middle)
 
 
-def chains(ours: TritonOps, torchs: TorchOps) -> list[dict[str, Any]]:
+def chains(ours: TritonOps, torchs: TorchOps, names: Sequence[str] = tuple(MODELS)) -> list[dict[str, Any]]:
     rows = []
-    for name, (hidden, heads, kv_heads, inner) in MODELS.items():
+    parts = make_ops(Parts)[0]
+    for name in names:
+        hidden, heads, kv_heads, inner = MODELS[name]
         shapes = [((heads + 2 * kv_heads) * 128, hidden), (hidden, heads * 128), (2 * inner, hidden), (hidden, inner)]
         size = sum(o * i for o, i in shapes) * 2
         layers = [[DenseLinear(*shape) for shape in shapes] for _ in range(copies_for(size))]
         norms = [Norm(weight=random(hidden), eps=1e-5) for _ in range(2)]
-        for tokens in (1, 4, 16):
+        for tokens in ROWS:
             given = (random(tokens, hidden), random(tokens, heads * 128), norms)
             time = microseconds([partial(chain, ours, layer, *given) for layer in layers])
             rows.append(
@@ -112,6 +136,7 @@ def chains(ours: TritonOps, torchs: TorchOps) -> list[dict[str, Any]]:
                     "us": time,
                     "of ceiling": f"{size / time / 1e3 / READ_CEILING:.0%}",
                     "error": relative_error(chain(ours, layers[0], *given), chain(torchs, layers[0], *given)),
+                    "cublas us": microseconds([partial(chain, parts, layer, *given) for layer in layers]),
                     "torch us": microseconds([partial(chain, torchs, layer, *given) for layer in layers]),
                 }
             )

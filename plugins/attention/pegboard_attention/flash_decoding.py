@@ -120,7 +120,7 @@ class FlashDecoding(AttentionBackend[DecodePlan]):
             longest = min(longest, layer.window + widest + shape.block_n)
         tiles = max(1, -(-longest // shape.block_n))
         items = first = None
-        unsplit = longest <= _UNSPLIT_ENTRIES and self._shapes.fills_device(layer, shape, bounds.rows)
+        unsplit = longest <= _UNSPLIT_ENTRIES and shape.fills_device(bounds.rows)
         if tiles > fixed if fixed else tiles > 1 and not unsplit:
             device = rows.kv_len.device
             count = most_items(bounds.rows, shape.slots, tiles, fixed)

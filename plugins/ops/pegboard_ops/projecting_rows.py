@@ -1,4 +1,5 @@
-"""The matrix product of 2 to 16 rows: Y^T = W X^T on Hopper's tensor cores, with activation and residual after it.
+"""The matrix product of 2 to 16 rows over many inputs: Y^T = W X^T on Hopper's tensor cores, with activation and
+residual after it.
 
 The weight is the left operand, so that its many rows fill the instruction and X's few the narrow side. Where the
 outputs don't fill the device, the inputs are split too, and a second launch adds the parts in a fixed order."""

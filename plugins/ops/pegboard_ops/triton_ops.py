@@ -18,6 +18,7 @@ from .launching import Launcher
 from .locating import launch_locate
 from .norms import launch_norm
 from .projecting import added, launch_row, row_shape
+from .projecting_held import can_norm, held_shape, launch_held
 from .projecting_rows import MOST_ROWS, launch_few, splits_for
 from .rope_writing import can_write, launch_rope_write
 
@@ -30,9 +31,10 @@ _MOST_HIDDEN = 16384
 
 class TritonOps(TorchOps):
     """Every op of `TorchOps` in one launch each; a lone row's projection is one launch with its norm, activation and
-    residual. `rope_write` keeps neither k nor v: the cache holds them.
+    residual, and so are those of up to 64 rows over few inputs. `rope_write` keeps neither k nor v: the cache holds
+    them.
 
-    In batch-invariant mode a lone row's projection goes the way of every other."""
+    In batch-invariant mode all projections go the way of many rows."""
 
     capturable = True
 
@@ -89,8 +91,13 @@ class TritonOps(TorchOps):
             shape = row_shape(weight.shape[0], weight.shape[1], paired)
             if shape is not None:
                 return launch_row(x, weight, linear.bias, norm, activation, residual, shape, self._launcher)
-        if norm is not None:
-            x = self.norm(x, norm)
+        held = None
+        if weight is not None and rows > 1 and not self._launcher.interpreted:
+            held = held_shape(rows, weight.shape[0], weight.shape[1])
+        if norm is not None and (held is None or not can_norm(x, norm)):
+            x, norm = self.norm(x, norm), None
+        if weight is not None and held is not None:
+            return launch_held(x, weight, linear.bias, norm, activation, residual, held, self._launcher)
         if weight is not None and 1 < rows <= MOST_ROWS and self._hopper:
             splits = splits_for(weight.shape[0], weight.shape[1], paired)
             if splits is not None:

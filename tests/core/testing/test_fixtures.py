@@ -195,12 +195,12 @@ def test_faults_that_last_and_counting_anew(tiny_path: Path, right: list[tuple[i
     faults = Faults()
     faults.fail("sampler.sample", call=7, times=None)
     with isolated_engine(tiny_path, plugins=[faults], **faults.settings) as engine:
-        assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == right
+        assert [output.token_ids for output in engine.generate(PROMPTS[:1], GREEDY)] == right[:1]
         faults.reset()
         assert (faults.hits, faults.calls("sampler.sample")) == ((), 0)
-        assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == right
+        assert [output.token_ids for output in engine.generate(PROMPTS[:1], GREEDY)] == right[:1]
         for _ in range(2):
-            assert all(output.error is not None for output in engine.generate(PROMPTS, GREEDY))
+            assert all(output.error is not None for output in engine.generate(PROMPTS[:1], GREEDY))
 
 
 def test_another_part_than_pegboards_own_can_be_made_to_fail(tiny_path: Path) -> None:

@@ -189,6 +189,52 @@ def test_project_few_rows(ops: Any, outputs: int, inputs: int, rows: int) -> Non
         assert case.called == (0 if ops._hopper else 1)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: Gluon has no interpreter")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 1024), (518, 512), (1034, 3072), (2056, 1536), (4130, 1024)])
+@pytest.mark.parametrize("rows", [3, 16, 24, 64])
+def test_project_rows_whose_weights_are_held(
+    dtype: torch.dtype, outputs: int, inputs: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pegboard_ops.projecting_held import held_shape
+    from pegboard_ops.triton_ops import TritonOps
+
+    ops = TritonOps(msgspec.structs.replace(NEED, dtype=dtype_name(dtype)))
+    if held_shape(rows, outputs, inputs) is None:
+        assert rows == 64
+        assert outputs > 2048
+        return
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, seed=1, dtype=dtype) * inputs**-0.5
+    linear, plain = DenseLinear(weight, random(outputs, seed=2, dtype=dtype)), DenseLinear(weight)
+    norm = Norm(weight=random(inputs, seed=3, dtype=dtype), eps=1e-5)
+    gemma = Norm(weight=random(inputs, seed=3, dtype=dtype), eps=1e-6, offset=1.0, round_first=False)
+    residual = random(rows, outputs, seed=4, dtype=dtype)
+    half = random(rows, outputs // 2, seed=5, dtype=dtype)
+    cases: list[tuple[DenseLinear, Norm | None, Any, Tensor | None]] = [
+        (plain, norm, None, None),
+        (linear, gemma, None, residual),
+        (plain, norm, "silu", None),
+        (linear, None, "gelu", half),
+        (plain, None, None, residual),
+    ]
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        return empty(*args, **kwargs).fill_(float("nan"))
+
+    for case, before, activation, added in cases:
+        arguments = {"norm": before, "activation": activation, "residual": added}
+        right = exact(x, case, before, activation, added)
+        reference = (torch_ops.project(x, case, **arguments).double() - right).norm() / right.norm()
+        case.called = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "new_empty", lambda self, *size, **k: poisoned(size, dtype=self.dtype, device=DEVICE))
+            found = ops.project(x, case, **arguments)
+        assert case.called == 0
+        assert (found.double() - right).norm() / right.norm() <= 1.1 * reference
+        assert torch.equal(found, ops.project(x, case, **arguments)), "the same, bit for bit"
+
+
 @RUNS
 def test_a_partial_sum_is_left_to_its_linear(ops: Any) -> None:
     linear = DenseLinear(random(8, 64), partition="input")

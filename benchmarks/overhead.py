@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from pegboard.contracts.cache import CacheNeed
 from pegboard.contracts.observer import StepDone, StepTimes
 from pegboard.contracts.scheduler import Scheduler, SequenceSpec, StepPlan, StepResult
 from pegboard.ops import TorchOps
-from pegboard.pairing import make_groups
+from pegboard.pairing import Backend, make_groups
 from pegboard.registry.observers import Observers
 from pegboard.runner.model_runner import ModelRunner
 from pegboard.runner.step_shape import Limits
@@ -119,7 +120,9 @@ def wire_by_hand(name: str, made: Assembled, model: Any, config: EngineConfig, s
     needs, plan = made.needs, made.plan
     ops = TorchOps.create(needs.ops, None)
     prefill, decode = TorchAttention(needs.prefill), TorchAttention(needs.decode)
-    backends = [(TorchAttention, None, need) for need in (needs.prefill, needs.decode)]
+    backends = [
+        Backend("torch", partial(TorchAttention.layouts, need, options=None)) for need in (needs.prefill, needs.decode)
+    ]
     groups = make_groups(spec.layers, backends[0], backends[1], ops)
     cache_need = CacheNeed(
         groups=groups,

@@ -217,7 +217,7 @@ def test_another_part_than_pegboards_own_can_be_made_to_fail(tiny_path: Path) ->
 
 def test_wrong_faults_are_refused_by_name() -> None:
     faults = Faults()
-    with pytest.raises(ValueError, match=r"sampler has no phase 'smaple'; phases: open, features, sample"):
+    with pytest.raises(ValueError, match=r"sampler has no phase 'smaple'; phases: open, features, graph_key, sample"):
         faults.fail("sampler.smaple")
     with pytest.raises(ValueError, match=f"'speculator' is no place of a part; places: {', '.join(PLACES)}"):
         faults.fail("speculator.propose")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import mmap
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -46,11 +47,16 @@ def allocate_caches(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """On CPU from calloc: pages that no sequence has used yet cost no memory, and no time to clear."""
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+    """On CPU mapped: pages that no sequence has used yet cost no memory, and no time to clear. The first write to one
+    does, so that the system is asked for few and large ones."""
     count = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(numpy.zeros(count, dtype=numpy.uint8)).view(dtype).view(shape)
+    if device != "cpu" or not count:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, count)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 class ModelRunner:

@@ -10,7 +10,19 @@ from typing import Final
 import numpy
 
 from .project_kernel import norm_row
-from .vectors import get, get_double, get_long, inner, kernel, put, team_size, thread_number
+from .vectors import (
+    WIDTH,
+    copy_lanes,
+    get,
+    get_double,
+    get_long,
+    inner,
+    kernel,
+    put,
+    team_size,
+    thread_number,
+    turn_lanes,
+)
 
 #: T, H, K, D; qkv, step of its rows; positions, write_index; cos, sin, pairs that turn, interleaved; q, k;
 #: cache of k, of v; weight of q's norm, of k's; eps and offset of q's, of k's
@@ -20,8 +32,15 @@ LAYOUT: Final = "18q4d"
 @inner(fastmath={"contract"})
 def _turn(x: int, size: int, out: int, cos: int, sin: int, pairs: int, interleaved: int) -> None:
     """x and out [D], perhaps the same; cos and sin [pairs]."""
-    apart, stride = (1, 2) if interleaved != 0 else (pairs, 1)
-    for i in range(pairs):
+    apart, stride, done = pairs, 1, 0
+    if interleaved != 0:
+        apart, stride = 1, 2
+    else:
+        while done + WIDTH <= pairs:
+            at, other = 4 * done, 4 * (done + pairs)
+            turn_lanes(x + at, x + other, cos + at, sin + at, out + at, out + other)
+            done += WIDTH
+    for i in range(done, pairs):
         a, b = get(x, stride * i), get(x, stride * i + apart)
         put(out, stride * i, a * get(cos, i) - b * get(sin, i))
         put(out, stride * i + apart, b * get(cos, i) + a * get(sin, i))
@@ -30,7 +49,11 @@ def _turn(x: int, size: int, out: int, cos: int, sin: int, pairs: int, interleav
 
 @inner()
 def _copy(x: int, out: int, size: int) -> None:
-    for i in range(size):
+    done = 0
+    while done + WIDTH <= size:
+        copy_lanes(x + 4 * done, out + 4 * done)
+        done += WIDTH
+    for i in range(done, size):
         put(out, i, get(x, i))
 
 

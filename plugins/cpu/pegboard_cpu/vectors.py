@@ -91,6 +91,39 @@ def put(_: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, types.float32), generate
 
 
+def _lanes(builder: Any, address: Any) -> Any:
+    """WIDTH float32 numbers, wherever they begin, as a pointer."""
+    return builder.inttoptr(address, ir.VectorType(_F32, WIDTH).as_pointer())
+
+
+@intrinsic
+def copy_lanes(_: Any, source: Any, target: Any) -> Any:
+    """WIDTH float32 numbers from one address to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = (_lanes(builder, address) for address in arguments)
+        builder.store(builder.load(source, align=4), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def turn_lanes(_: Any, x: Any, y: Any, cos: Any, sin: Any, out: Any, turned: Any) -> Any:
+    """WIDTH pairs: out = x cos - y sin, turned = y cos + x sin; both are written when all is read."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, y, cos, sin = (builder.load(_lanes(builder, address), align=4) for address in arguments[:4])
+        fused = {"flags": ("contract",)}
+        first = builder.fsub(builder.fmul(x, cos, **fused), builder.fmul(y, sin, **fused), **fused)
+        second = builder.fadd(builder.fmul(y, cos, **fused), builder.fmul(x, sin, **fused), **fused)
+        for value, address in zip((first, second), arguments[4:], strict=True):
+            builder.store(value, _lanes(builder, address), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*([types.int64] * 6)), generate
+
+
 @intrinsic
 def float_of_bits(_: Any, bits: Any) -> Any:
     """int32 -> the float32 of the same bits"""

@@ -17,6 +17,8 @@ class HostTime(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: int
     steps: int
+    #: The whole of a step, waiting included.
+    step: float
     #: schedule + executor + commit + emit; None: the executor does not tell its part.
     median: float | None
     p90: float | None
@@ -34,13 +36,16 @@ class HostWatch:
 
     def __init__(self) -> None:
         self._times: defaultdict[int, list[StepTimes]] = defaultdict(list)
+        self._seconds: defaultdict[int, list[float]] = defaultdict(list)
 
     @hookimpl
     def pegboard_step_done(self, event: StepDone) -> None:
         self._times[event.rows].append(event.times)
+        self._seconds[event.rows].append(event.seconds)
 
     def clear(self) -> None:
         self._times.clear()
+        self._seconds.clear()
 
     def of(self, rows: int) -> HostTime | None:
         """None: no step had so many."""
@@ -55,6 +60,7 @@ class HostWatch:
         return HostTime(
             rows=rows,
             steps=len(steps),
+            step=_percentile(list(self._seconds[rows]), 0.5),
             median=median("host") if told else None,
             p90=_percentile([times.host or 0.0 for times in steps], 0.9) if told else None,
             schedule=median("schedule"),

@@ -54,9 +54,9 @@ def itl_table(found: Sequence[ITL]) -> list[str]:
 
 
 def _host_table(found: Sequence[HostTime]) -> list[str]:
-    fields = ("median", "p90", "schedule", "executor", "commit", "emit", "launch", "retire")
+    fields = ("step", "median", "p90", "schedule", "executor", "commit", "emit", "launch", "retire")
     rows = [[str(h.rows), str(h.steps), *(ms(getattr(h, field)) for field in fields)] for h in found]
-    return table([["rows", "steps", "host ms", *fields[1:]], *rows])
+    return table([["rows", "steps", "step ms", "host ms", *fields[2:]], *rows])
 
 
 def end_to_end_lines(found: EndToEnd) -> list[str]:

@@ -17,6 +17,7 @@ from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
 
 from . import step_memory
+from .device_streams import give_stream, take_stream
 from .loading import load_apart
 from .model_runner import ModelRunner
 from .step_shape import Limits
@@ -66,7 +67,7 @@ class LocalExecutor(Executor):
         self._device = device
         self._threads = threads
         #: Steps have a stream of their own: the default one can't be recorded, and other engines use it.
-        self._stream = None if device == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = None if device == "cpu" else take_stream(device)
         self._tickets: deque[Launched] = deque()
         if device == "cpu":
             step_memory.keep()
@@ -229,4 +230,8 @@ class LocalExecutor(Executor):
             step_memory.give_back()
         else:
             with torch.cuda.device(self._device):
+                if self._stream is not None:
+                    self._stream.synchronize()
+                    give_stream(self._device, self._stream)
+                    self._stream = None
                 torch.cuda.empty_cache()

@@ -11,9 +11,13 @@ import msgspec
 from pegboard.contracts.batch import Bounds
 from pegboard.contracts.scheduler import RowPlan
 
-#: Bounds of a row's entries in padded shapes grow by this factor: a backend splits rows by them.
-_FIRST_REACH, _REACH_GROWTH = 2048, 4
-_FIRST_TOKENS, _TOKENS_STEP = 16, 256
+#: Bounds of a row's entries in padded shapes grow by this factor. Decode splits rows by them, so that short ones count.
+_DECODE_REACH, _PREFILL_REACH, _REACH_GROWTH = 2048, 8192, 4
+#: Fewest tokens of prompts, and the step from which on they grow by it: alone, where they are the time to the first
+#: token, and beside decode rows, where fewer shapes come again sooner.
+_FIRST_TOKENS, _TOKENS_STEP, _MIXED_STEP = 16, 256, 1024
+#: Rows from which on their number grows by 16 and by 32 in steps of decode rows alone.
+_FEW_ROWS, _MANY_ROWS = 16, 128
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,56 +110,57 @@ def padded_shape(exact: StepShape, limits: Limits) -> StepShape | None:
     if exact.scores or (decode is not None and decode.max_query > 1):
         return None
     chain = exact.chain and prefill is None
-    padded = None if decode is None else _padded_decode(decode, limits)
+    padded = None if decode is None else _padded_decode(decode, limits, alone=prefill is None)
     samples = 0
     if exact.samples:
-        samples = padded.rows if chain and padded is not None else _rows(exact.samples, limits.rows)
+        samples = padded.rows if chain and padded is not None else min(_power(exact.samples, 16), limits.rows)
     return StepShape(
         decode=padded,
-        prefill=None if prefill is None else _padded_prefill(prefill, limits),
+        prefill=None if prefill is None else _padded_prefill(prefill, limits, alone=decode is None),
         known="none" if exact.known == "none" else "some",
         samples=samples,
         chain=chain,
     )
 
 
-def _padded_decode(exact: Bounds, limits: Limits) -> Bounds:
-    rows = _rows(exact.rows, limits.rows)
-    return Bounds(rows=rows, tokens=rows, max_query=1, min_query=1, max_kv=_reach(exact.max_kv, limits.length))
+def _padded_decode(exact: Bounds, limits: Limits, *, alone: bool) -> Bounds:
+    count = exact.rows
+    if alone and count > _FEW_ROWS:
+        step = 16 if count <= _MANY_ROWS else 32
+        padded = -(-count // step) * step
+    else:
+        padded = _power(count, 2 if alone else 16)
+    rows = min(padded, limits.rows)
+    reach = _reach(exact.max_kv, _DECODE_REACH, limits.length)
+    return Bounds(rows=rows, tokens=rows, max_query=1, min_query=1, max_kv=reach)
 
 
-def _padded_prefill(exact: Bounds, limits: Limits) -> Bounds:
-    tokens = _tokens(exact.tokens, limits.step_tokens)
+def _padded_prefill(exact: Bounds, limits: Limits, *, alone: bool) -> Bounds:
+    step = _TOKENS_STEP if alone or exact.tokens > _MIXED_STEP else _MIXED_STEP
+    if exact.tokens <= step:
+        padded = max(_FIRST_TOKENS, _power(exact.tokens, 2))
+    else:
+        padded = -(-exact.tokens // _TOKENS_STEP) * _TOKENS_STEP
+    tokens = min(padded, limits.step_tokens)
     return Bounds(
-        rows=_rows(exact.rows, limits.rows),
+        rows=min(_power(exact.rows, 4), limits.rows),
         tokens=tokens,
         max_query=tokens,
         min_query=0,
-        max_kv=_reach(exact.max_kv, limits.length),
+        max_kv=_reach(exact.max_kv, _PREFILL_REACH, limits.length),
     )
 
 
-def _rows(count: int, most: int) -> int:
-    """1, 2, 4, 8, 16, then multiples of 16 to 128, then of 32."""
-    if count <= 16:
-        padded = 1 << (count - 1).bit_length()
-    else:
-        step = 16 if count <= 128 else 32
-        padded = -(-count // step) * step
-    return min(padded, most)
+def _power(count: int, factor: int) -> int:
+    """1, or `factor` times itself until it is enough; from 16 on doubled."""
+    padded = 1
+    while padded < count:
+        padded *= factor if padded < 16 else 2
+    return padded
 
 
-def _tokens(count: int, most: int) -> int:
-    """Powers of two from 16 to 256, then multiples of 256."""
-    if count <= _TOKENS_STEP:
-        padded = max(_FIRST_TOKENS, 1 << (count - 1).bit_length())
-    else:
-        padded = -(-count // _TOKENS_STEP) * _TOKENS_STEP
-    return min(padded, most)
-
-
-def _reach(entries: int, most: int) -> int:
-    reach = _FIRST_REACH
+def _reach(entries: int, first: int, most: int) -> int:
+    reach = first
     while reach < entries:
         reach *= _REACH_GROWTH
     return min(reach, most)

@@ -128,7 +128,7 @@ def test_the_whole_work_is_done(tiny_path: Path) -> None:
         return Engine(tiny_path, device="cpu", watchers=[*watchers, Counter()])
 
     measure_end_to_end(make, tiny_load())
-    ready, ttft, mixed = [(16, 1, 0)], [(4, 1, 0)] * 3, [(4, 2, 0)] * 2
+    ready, ttft, mixed = [(16, 1, 0)], [(4, 1, 0)] * 3, [(4, 2, 0)] * 4  # the mixed ones once more
     assert sorted(seen) == sorted([*ready, *ttft, *[(33, 8, 0), (33, 18, 0)] * 4, *mixed, *[(33, 10, 0)] * 4])
 
 

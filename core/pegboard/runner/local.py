@@ -229,7 +229,8 @@ class LocalExecutor(Executor):
         if self._device == "cpu":
             step_memory.give_back()
         else:
-            with torch.cuda.device(self._device):
+            # A device that is broken has nothing to give back
+            with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):
                 if self._stream is not None:
                     self._stream.synchronize()
                     give_stream(self._device, self._stream)

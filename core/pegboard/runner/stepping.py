@@ -78,7 +78,8 @@ class Stepping:
         parts, state = self._parts, self._state
         step = unpack(vector, shape, state, parts.ops)
         self._attending.begin(step.batch)
-        outputs = None if shape.scores else step.outputs
+        # Of as many as there are tokens nobody could tell whether the model has left the others out
+        outputs = None if shape.scores or shape.samples >= shape.tokens else step.outputs
         context = StepContext(
             batch=step.batch, ops=parts.ops, caches=self._caches, attend=self._attending, outputs=outputs
         )
@@ -87,8 +88,8 @@ class Stepping:
         logits = None
         if shape.samples:
             # A model may have left out what nobody wants
-            wanted = step.outputs is not None and hidden.shape[0] != shape.samples
-            logits = self.logits(hidden[step.outputs] if wanted else hidden)
+            narrowed = outputs is not None and hidden.shape[0] == shape.samples
+            logits = self.logits(hidden if step.outputs is None or narrowed else hidden[step.outputs])
         return Computed(hidden if shape.scores else None, logits, step.sample_slots, step.sample_positions)
 
     def choose(self, computed: Computed, host_slots: tuple[int, ...], key: Hashable = None) -> Chosen:

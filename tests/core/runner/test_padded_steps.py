@@ -17,6 +17,7 @@ from pegboard.contracts.attention import AttentionLayer, LayerCache
 from pegboard.contracts.batch import Rows
 from pegboard.contracts.part import Part
 from pegboard.contracts.scheduler import RowPlan, StepPlan
+from pegboard.models.llama import Llama
 from pegboard.ops import TorchOps
 from pegboard.registry.hookspecs import hookimpl
 from pegboard.request import Request
@@ -160,3 +161,29 @@ def test_the_plan_of_a_step_is_not_changed(tmp_path: Path) -> None:
     assert sorted(set(slots) - {0, 1, 2}) in ([], [5])
     assert sum(advance) == 7
     assert StepPlan(id=1, rows=tuple(rows)).rows == tuple(rows)
+
+
+@pytest.mark.parametrize("narrows", [True, False])
+def test_as_many_choices_as_tokens_are_still_picked_out(
+    tmp_path: Path, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, narrows: bool
+) -> None:
+    """16 decode rows and a prompt of 9 tokens: 32 tokens and 32 choices in the padded step. A model may leave out the
+    tokens that nobody wants, or not."""
+    if not narrows:
+        forward = Llama.forward
+        monkeypatch.setattr(Llama, "forward", lambda model, given: forward(model, replace(given, outputs=None)))
+    path = tiny_model(tmp_path / "m", std=0.4, seed=5)
+    greedy = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    found = []
+    for parts in ({}, dict.fromkeys(("ops", "attention", "executor"), "padding")):
+        PaddedExecutor.shapes = []
+        engine = make_engine(path, device="cpu", dtype="float64", plugins=[Padding()], max_rows=40, **parts)
+        handles = [engine.submit([3 + i, 9], greedy) for i in range(16)]
+        for handle in handles:
+            assert handle.take() is not None  # it is a decode row from now on
+        late = engine.generate(
+            Request(prompt=list(range(5, 14)), sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        )
+        found.append([late.token_ids, *(handle.result().token_ids for handle in handles)])
+    assert found[0] == found[1]
+    assert any(padded and shape.prefill and shape.samples == shape.tokens for shape, padded in PaddedExecutor.shapes)

@@ -114,10 +114,11 @@ class ModelRunner:
         shape, padded = self._shape(plan.rows)
         decode_rows = split_rows(plan.rows, self._limits.decode_width)
         vector = self._uploads.send(pack(plan.rows, decode_rows, shape, self._state.idle))
-        prepared = perf_counter() - begin
+        prepared = perf_counter() - begin - self._stepping.prepared
         sampled = [row for row in plan.rows if row.samples]
         computed, chosen = self._run(shape, padded, vector, tuple(row.slot for row in sampled))
         scores = [] if computed.hidden is None else self._scores(plan.rows, computed.hidden)
+        prepared += self._stepping.prepared
         return Ticket(plan, sampled, chosen.ids, chosen.logprobs, scores, prepared)
 
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -72,12 +73,16 @@ class Stepping:
     ) -> None:
         self._parts, self._state, self._attending, self._caches = parts, state, attending, caches
         self._vocab_limit = vocab_limit
+        #: Host seconds that `compute` has spent before the model; a replayed step spends none.
+        self.prepared = 0.0
 
     def compute(self, shape: StepShape, vector: Tensor) -> Computed:
         """Attention, layers and head; rows are as long as they grow afterwards."""
         parts, state = self._parts, self._state
+        begin = perf_counter()
         step = unpack(vector, shape, state, parts.ops)
         self._attending.begin(step.batch)
+        self.prepared += perf_counter() - begin
         # Of as many as there are tokens nobody could tell whether the model has left the others out
         outputs = None if shape.scores or shape.samples >= shape.tokens else step.outputs
         context = StepContext(

@@ -37,7 +37,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def profile_runs(engine: Engine, prompts: Prompts, runs: Sequence[tuple[int, int, int]], folder: Path) -> list[Profile]:
-    """For each (batch, input, output) one run to warm up, and one under torch's profiler, whose trace goes to `folder`.
+    """For each (batch, input, output) runs to warm up, and one under torch's profiler, whose trace goes to `folder`.
     ConfigError: the folder can't be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -143,22 +143,12 @@ def _going_on(slots: Tensor, advance: Tensor, shape: StepShape, state: DeviceSta
                 dropped=dropped,
                 page_size=state.page_size,
             ),
-            min(-(-own.max_kv // state.page_size), table.shape[1]),
+            _reached(own, table, state.page_size),
         )
         for table, dropped in zip(state.tables, state.dropped, strict=True)
     ]
     first, starts = located[0], state.counting[: own.rows + 1]
-    rows = tuple(
-        Rows(
-            query_start=starts,
-            kv_len=found.kv_len,
-            page_table=found.page_table,
-            row_slot=slots,
-            ancestors=None,
-            bounds=own,
-        )
-        for found in located
-    )
+    rows = tuple(_rows(own, slots, found.kv_len, starts, found.page_table) for found in located)
     batch = Batch(
         ids=first.ids,
         positions=first.positions,
@@ -227,8 +217,8 @@ def _batch(
         kv_len = (ends - dropped[slots]).to(torch.int32)
         for phase, own, where, starts in phases:
             if own is not None:
-                pages = width if stateful else min(-(-own.max_kv // size), width)
-                phase.append(_rows(own, slots[where], kv_len[where], starts, table, pages))
+                pages = width if stateful else _reached(own, table, size)
+                phase.append(_rows(own, slots[where], kv_len[where], starts, table[slots[where], :pages]))
     return Batch(
         ids=ids,
         positions=positions,
@@ -241,11 +231,16 @@ def _batch(
     )
 
 
-def _rows(bounds: Bounds, slots: Tensor, kv_len: Tensor, starts: Tensor, table: Tensor, pages: int) -> Rows:
+def _reached(bounds: Bounds, table: Tensor, page_size: int) -> int:
+    """Pages that rows can have entries in."""
+    return min(-(-bounds.max_kv // page_size), table.shape[1])
+
+
+def _rows(bounds: Bounds, slots: Tensor, kv_len: Tensor, starts: Tensor, page_table: Tensor) -> Rows:
     return Rows(
         query_start=starts,
         kv_len=kv_len,
-        page_table=table[slots, :pages],
+        page_table=page_table,
         row_slot=slots,
         ancestors=None,
         bounds=bounds,

@@ -408,6 +408,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         survey.dtype,
         survey.max_length,
         survey.page_size,
+        needs.scheduler.max_step_tokens,
     )
     affordable = affordable_length(groups, survey.page_size, memory.kv_cache)
     if config.max_length is None and 0 < affordable < survey.max_length:

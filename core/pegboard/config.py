@@ -95,6 +95,12 @@ def _check_run_ahead(value: object) -> object:
     raise ValueError(f"must be auto or 0 to 4, got {value!r}")
 
 
+def _check_step_tokens(value: object) -> object:
+    if value == "auto" or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(f"must be auto, or at least 1, got {value!r}")
+
+
 def _check_page_size(value: object) -> object:
     if value == "auto" or (type(value) is int and value >= 16 and not value & (value - 1)):
         return value
@@ -223,8 +229,12 @@ class EngineConfig(BaseModel):
     max_length: Positive | None = None
     #: Sequences that run at once.
     max_rows: Positive = 64
-    #: Tokens a step computes at most.
-    max_step_tokens: Positive = 2048
+    #: Tokens a step computes at most; "auto": see `needs.choose_step_tokens`.
+    max_step_tokens: Annotated[
+        int | str,
+        BeforeValidator(_check_step_tokens),
+        WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+    ] = "auto"
     #: Sequences that wait at most.
     max_queue: Positive = 1024
     #: Steps that may fly while the host goes on.

@@ -59,13 +59,14 @@ def plan_memory(
     dtype: str,
     max_length: int,
     page_size: int,
+    step_tokens: int,
 ) -> MemoryPlan:
     """ConfigError: it does not fit, with the numbers."""
     size = element_bytes(dtype)
     weights = sum(quantizer.bytes_for(linear, stored, shard) for linear in spec.linears) + spec.other_parameters * size
     # Logits of every row, and the sampler's float64 work on them.
     logits = config.max_rows * spec.vocab_size * (size + 3 * 8)
-    activations = config.max_step_tokens * spec.activation_width * size + logits
+    activations = step_tokens * spec.activation_width * size + logits
     if device.type == "cuda" and config.cuda_graphs:
         activations *= 2  # recorded steps have a pool of memory of their own
     available = int(device.free_bytes * (_CPU_SHARE if device.type == "cpu" else _CUDA_SHARE))

@@ -149,7 +149,7 @@ def derive_needs(
             activations=spec.activations,
             batch_invariant=config.batch_invariant,
         ),
-        prefill=attention("prefill", config.max_step_tokens),
+        prefill=attention("prefill", choose_step_tokens(config, device)),
         decode=attention("decode", DECODE_WIDTH),
         sampler=SamplerNeed(
             device=device,
@@ -161,13 +161,21 @@ def derive_needs(
         ),
         scheduler=SchedulerNeed(
             max_rows=config.max_rows,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=choose_step_tokens(config, device),
             max_queue=config.max_queue,
             max_length=max_length,
             depth=choose_depth(config, device),
             decode_width=DECODE_WIDTH,
         ),
     )
+
+
+def choose_step_tokens(config: EngineConfig, device: DeviceFacts) -> int:
+    """A GPU computes many tokens at once for little more than their share: fewer steps hold rows that decode up. They
+    wait longer for each, which is why the objective `latency` has shorter ones."""
+    if isinstance(config.max_step_tokens, int):
+        return config.max_step_tokens
+    return 8192 if device.type == "cuda" and config.objective != "latency" else 2048
 
 
 def choose_depth(config: EngineConfig, device: DeviceFacts) -> int:

@@ -45,7 +45,7 @@ def test_all_formats_say_the_same(tmp_path: Path, name: str) -> None:
 def test_defaults() -> None:
     config = load_config({"model": "m"})
     assert (config.device, config.dtype, config.objective, config.kv_memory) == ("auto", "auto", "throughput", "auto")
-    assert (config.page_size, config.max_rows, config.max_step_tokens, config.max_queue) == ("auto", 64, 2048, 1024)
+    assert (config.page_size, config.max_rows, config.max_step_tokens, config.max_queue) == ("auto", 64, "auto", 1024)
     assert (config.run_ahead, config.stream_buffer, config.batch_invariant) == ("auto", 256, False)
     assert config.max_length is config.threads is config.decode_attention is config.speculator is None
     assert config.cache == PartChoice(use="auto", options={})

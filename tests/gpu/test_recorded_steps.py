@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -139,6 +140,31 @@ def test_a_part_that_can_not_be_captured_after_all(path: Path, make_engine: Call
     assert engine.generate([[5, 6, 7]], greedy)[0].raise_for_error().token_ids == expected
     assert "can't be recorded as a CUDA graph" in caplog.text
     assert engine.generate([[5, 6, 7]], greedy)[0].raise_for_error().token_ids == expected
+
+
+def test_nothing_compiles_while_it_serves(
+    path: Path, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    engine = make_engine(path, **SETTINGS)
+    runner = engine._phases.executor._runner
+    end = time.monotonic() + 120
+    while runner._compilation is not None and time.monotonic() < end:
+        engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=2))
+        time.sleep(0.1)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_rest: compiled.append(src.name))
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=2, top_k=20, top_p=0.9, max_tokens=25, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=3, top_p=0.8, max_tokens=9, ignore_eos=True),
+    ]
+    random = Random(4)
+    prompts = [[random.randrange(3, 200) for _ in range(random.choice([1, 2, 17, 64, 150]))] for _ in range(30)]
+    engine.generate([Request(prompt=p, sampling=sampling[i % 4]) for i, p in enumerate(prompts)])
+    assert compiled == []
 
 
 def test_two_engines_record_side_by_side(path: Path, make_engine: Callable[..., Any]) -> None:

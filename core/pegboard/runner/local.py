@@ -128,7 +128,7 @@ class LocalExecutor(Executor):
             pages=made.pages,
             limits=Limits(
                 rows=survey.config.max_rows,
-                step_tokens=survey.config.max_step_tokens,
+                step_tokens=needs.scheduler.max_step_tokens,
                 length=made.max_length,
                 decode_width=needs.scheduler.decode_width,
             ),
@@ -143,7 +143,10 @@ class LocalExecutor(Executor):
         survey.checkpoint.close()
         if device != "cpu":
             torch.cuda.synchronize(device)  # steps run in another stream than this thread's
-        return cls(made_runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
+        executor = cls(made_runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
+        with executor._on_device():
+            runner.rehearse()
+        return executor
 
     @classmethod
     def pads(cls, device: str) -> bool:

@@ -16,11 +16,14 @@ from pegboard.contracts.cache import CacheGroup, EntryMove, PageCopy
 from pegboard.contracts.sampler import LogprobTensors
 from pegboard.contracts.scheduler import RowPlan, StepPlan
 from pegboard.dtypes import torch_dtype
+from pegboard.errors import ConfigError
 
 from .attending import Attending, Phase
 from .batching import most_packed, pack
+from .compiling import Compilation
 from .device_state import DeviceState
 from .recording import Recordings, ResultT
+from .rehearsal import choice_key, rehearse
 from .step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
 from .stepping import Chosen, Computed, RunnerParts, Stepping
 from .tickets import Ticket
@@ -83,6 +86,9 @@ class ModelRunner:
         self.caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
         self._padded = padded
         self._recordings = Recordings() if recorded else None
+        #: While kernels compile, and what may be recorded once they are there.
+        self._compilation: Compilation | None = None
+        self._ahead: set[Hashable] = set()
         self._use(parts)
 
     def _use(self, parts: RunnerParts) -> None:
@@ -95,9 +101,36 @@ class ModelRunner:
     def with_parts(self, parts: RunnerParts) -> ModelRunner:
         """Another runner on the same state and caches, for steps that other parts run, kernel by kernel."""
         other = copy.copy(self)
-        other._recordings, other._padded = None, False
+        other._recordings, other._compilation, other._padded = None, None, False
         other._use(parts)
         return other
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Compiles, in the background, what most steps launch; a recorded one then needs no plain one before it.
+        ConfigError: the largest step needs more memory than there is."""
+        if self._recordings is None or not self._capturable(decode=True, prefill=True):
+            return
+        self._compilation = Compilation()
+
+        def vector(shape: StepShape) -> Tensor:
+            return self._uploads.send(pack([], 0, shape, self._state.idle))
+
+        def work() -> None:
+            self._ahead = rehearse(self._stepping, self._parts.sampler, self._limits, vector)
+
+        try:
+            self._compilation.rehearse(work)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {self._limits.step_tokens} tokens does not fit beside weights and cache: {error}",
+                ["lower kv_memory, max_step_tokens or max_rows"],
+            ) from error
+
+    def _settle_rehearsal(self) -> None:
+        if self._compilation is not None and self._recordings is not None and self._compilation.over():
+            self._recordings.rehearsed |= self._ahead
+            self._compilation = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
@@ -121,27 +154,28 @@ class ModelRunner:
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
         exact = exact_shape(rows, self._limits)
-        if not self._padded or not self._capturable(exact):
+        if not self._padded or not self._capturable(decode=exact.decode is not None, prefill=exact.prefill is not None):
             return exact, False
         shape = padded_shape(exact, self._limits)
         return (exact, False) if shape is None else (shape, True)
 
-    def _capturable(self, shape: StepShape) -> bool:
+    def _capturable(self, *, decode: bool, prefill: bool) -> bool:
         parts = self._parts
         return (
             parts.ops.capturable
             and parts.model.capturable
-            and (shape.decode is None or parts.decode.capturable)
-            and (shape.prefill is None or parts.prefill.capturable)
+            and (not decode or parts.decode.capturable)
+            and (not prefill or parts.prefill.capturable)
         )
 
     def _run(
         self, shape: StepShape, padded: bool, vector: Tensor, host_slots: tuple[int, ...]
     ) -> tuple[Computed, Chosen]:
         stepping, sampler = self._stepping, self._parts.sampler
+        self._settle_rehearsal()
         run = self._recordings.run if padded and self._recordings is not None else _plainly
         if not padded or not sampler.capturable:
-            computed = run(shape, lambda: stepping.compute(shape, vector))
+            computed = run((shape,), lambda: stepping.compute(shape, vector))
             return computed, stepping.choose(computed, host_slots)
         key = sampler.graph_key(host_slots)
 
@@ -149,7 +183,7 @@ class ModelRunner:
             computed = stepping.compute(shape, vector)
             return computed, stepping.choose(computed, host_slots, key)
 
-        return run((shape, key), work)
+        return run((shape, choice_key(shape.samples, key)), work)
 
     def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:
         """Of the rows whose prompt tokens are scored."""
@@ -191,7 +225,7 @@ class ModelRunner:
         return self._state.nbytes + self._uploads.nbytes + self._attending.workspace_bytes
 
 
-def _plainly(_key: Hashable, work: Callable[[], ResultT]) -> ResultT:
+def _plainly(_key: tuple[Hashable, ...], work: Callable[[], ResultT]) -> ResultT:
     return work()
 
 

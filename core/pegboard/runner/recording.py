@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: recorded when a shape comes for the second time, replayed from then on."""
+"""Steps as CUDA graphs: recorded when all of it has run before, replayed from then on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
@@ -23,22 +23,24 @@ ResultT = TypeVar("ResultT")
 
 
 class Recordings:
-    """Graphs by key. The first run of a key is a plain one, which compiles its kernels and so is the rehearsal; the
-    second is recorded. A result keeps its addresses, and is valid until the next run of any key: all graphs share one
-    pool of memory."""
+    """Graphs by key, the parts of which are run together. A part's first run is a plain one, which compiles its kernels
+    and so is its rehearsal; what has only rehearsed parts is recorded. A result keeps its addresses, and is valid until
+    the next run of any key: all graphs share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
-        self._rehearsed: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
+        self._graphs: OrderedDict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
+        #: Parts of keys that have run.
+        self.rehearsed: set[Hashable] = set()
+        #: Keys, and how often they could not be recorded: after a rehearsal apart something may be missing still.
+        self._failures: Counter[Hashable] = Counter()
 
-    def run(self, key: Hashable, work: Callable[[], ResultT]) -> ResultT:
+    def run(self, key: tuple[Hashable, ...], work: Callable[[], ResultT]) -> ResultT:
         """What `work` launches must depend on `key` alone, and its inputs must keep their addresses."""
         found = self._graphs.get(key)
         if found is None:
-            if key in self._refused or key not in self._rehearsed:
-                self._rehearsed.add(key)
+            if self._failures[key] > 1 or not self.rehearsed.issuperset(key):
+                self.rehearsed.update(key)
                 return work()
             found = self._record(key, work)
             if found is None:
@@ -49,7 +51,7 @@ class Recordings:
         result: ResultT = kept
         return result
 
-    def _record(self, key: Hashable, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+    def _record(self, key: tuple[Hashable, ...], work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
         graph = torch.cuda.CUDAGraph()
         try:
             with _RECORDING, _no_collection():
@@ -59,8 +61,9 @@ class Recordings:
                 finally:
                     graph.capture_end()
         except Exception as error:
-            self._refused.add(key)
-            logger.warning("a step can't be recorded as a CUDA graph and is launched kernel by kernel: %s", error)
+            self._failures[key] += 1
+            if self._failures[key] > 1:
+                logger.warning("a step can't be recorded as a CUDA graph and is launched kernel by kernel: %s", error)
             return None
         while len(self._graphs) >= _MOST:
             self._graphs.popitem(last=False)

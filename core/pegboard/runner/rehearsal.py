@@ -1,0 +1,104 @@
+"""The steps that most requests lead to, run once before there are any, so that their kernels compile side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from pegboard.contracts.batch import Bounds
+from pegboard.contracts.sampler import Sampler, SamplingParams, SlotOpening
+
+from .step_shape import Limits, StepShape, padded_shape
+from .stepping import Computed, Stepping
+
+#: Prompt tokens of a step, beside one of as many as there may be.
+_PROMPTS = (16, 32, 64, 128, 256, 1024)
+#: Ways to choose; a step may hold rows of each.
+_CHOICES = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=50, top_p=0.9),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+
+
+def shapes_ahead(limits: Limits) -> list[StepShape]:
+    """The first prompt and the first token first."""
+    short = min(16, limits.length)
+    wanted = [_shape(0, 1, 16, short), _shape(1, 0, 0, short)]
+    wanted += [_shape(rows, 0, 0, short) for rows in range(2, limits.rows + 1)]
+    reach = short
+    while reach < limits.length:
+        reach = min(4 * reach, limits.length)
+        wanted += [_shape(rows, 0, 0, reach) for rows in {1, limits.rows}]
+    wanted += [_shape(0, 1, tokens, short) for tokens in _PROMPTS if tokens <= limits.step_tokens]
+    wanted.append(_shape(0, 1, limits.step_tokens, short, samples=0))
+    few, some = min(4, limits.rows), min(1024, limits.step_tokens)
+    wanted.append(_shape(0, few, some, short))
+    wanted += [_shape(rows, few, some, short) for rows in (1, min(16, limits.rows), limits.rows)]
+    return list(dict.fromkeys(shape for shape in (padded_shape(one, limits) for one in wanted) if shape is not None))
+
+
+def _shape(decode: int, prompts: int, tokens: int, reach: int, samples: int | None = None) -> StepShape:
+    """Of rows that go on, and of `prompts` rows with `tokens` in all."""
+    return StepShape(
+        decode=_bounds(decode, decode, 1, reach) if decode else None,
+        prefill=_bounds(prompts, tokens, tokens, max(reach, tokens)) if prompts else None,
+        known="some" if prompts else "none",
+        samples=decode + prompts if samples is None else samples,
+        chain=not prompts,
+    )
+
+
+def _bounds(rows: int, tokens: int, query: int, reach: int) -> Bounds:
+    return Bounds(rows=rows, tokens=tokens, max_query=query, min_query=1, max_kv=reach)
+
+
+def rehearse(
+    stepping: Stepping, sampler: Sampler, limits: Limits, vector_of: Callable[[StepShape], Tensor]
+) -> set[Hashable]:
+    """Runs steps of idle rows, `vector_of` a shape each; the keys of recordings that this was a rehearsal for."""
+    shapes, done = shapes_ahead(limits), set[Hashable]()
+    choices = list(_choices(sampler, limits)) if sampler.capturable else []
+    #: Of the most choices
+    widest: Tensor | None = None
+    for shape in shapes:
+        computed = stepping.compute(shape, vector_of(shape))
+        done.add(shape)
+        if computed.logits is not None and choices:
+            done.add(_choose(stepping, sampler, computed, choices[0]))
+            widest = computed.logits if widest is None or len(widest) < len(computed.logits) else widest
+    if widest is not None:
+        for count in sorted({shape.samples for shape in shapes} - {0}):
+            idle = torch.full((count,), limits.rows, device=widest.device)
+            computed = Computed(None, widest[:count], idle, torch.zeros_like(idle))
+            done.update(_choose(stepping, sampler, computed, slots) for slots in choices[1:] if len(slots) <= count)
+    return done
+
+
+def _choose(stepping: Stepping, sampler: Sampler, computed: Computed, slots: tuple[int, ...]) -> Hashable:
+    key = sampler.graph_key(slots)
+    stepping.choose(computed, slots, key)
+    return choice_key(len(computed.slots), key)
+
+
+def choice_key(samples: int, key: Hashable) -> Hashable:
+    """The sampler's part of a recording's key."""
+    return "choice", samples, key
+
+
+def _choices(sampler: Sampler, limits: Limits) -> Iterator[tuple[int, ...]]:
+    """Opens slots of the sampler, which those who get them open anew; the slots of each step worth a rehearsal, one for
+    each graph key, the greedy one first."""
+    slots = range(min(len(_CHOICES), limits.rows))
+    sampler.open(
+        [
+            SlotOpening(slot=slot, sampling=_CHOICES[slot], seed=0, prompt=(0,), max_length=limits.length)
+            for slot in slots
+        ]
+    )
+    together = [chosen for count in range(1, len(slots) + 1) for chosen in combinations(slots, count)]
+    yield from reversed({sampler.graph_key(chosen): chosen for chosen in reversed(together)}.values())

@@ -30,10 +30,21 @@ def _sections(shape: StepShape) -> dict[str, int]:
     return told | {"last": shape.samples, "sample_slots": shape.samples}
 
 
+def _laid_out(shape: StepShape) -> tuple[dict[str, slice], int]:
+    """Where each section lies, and the numbers in all. Each starts at a multiple of 16 bytes: kernels are compiled once
+    more for addresses that don't."""
+    places, at = {}, 0
+    for name, count in _sections(shape).items():
+        places[name] = slice(at, at + count)
+        at += count + count % 2
+    return places, at
+
+
 def most_packed(limits: Limits) -> int:
     """Numbers that `pack` gives at most."""
     rows, tokens = 2 * limits.rows, limits.rows * limits.decode_width + limits.step_tokens
-    return 4 * rows + 1 + 3 * tokens + 2 * limits.rows
+    sections = 8
+    return 4 * rows + 1 + 3 * tokens + 2 * limits.rows + sections
 
 
 def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int) -> NDArray[numpy.int64]:
@@ -41,9 +52,9 @@ def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int)
     and does not grow."""
     if shape.chain and shape.known == "none":
         return _pack_going_on(rows, shape.rows, idle)
-    told = _sections(shape)
-    packed = numpy.full(sum(told.values()), -1, dtype=numpy.int64)
-    parts = dict(zip(told, numpy.split(packed, numpy.cumsum(list(told.values()))[:-1]), strict=True))
+    places_of, count = _laid_out(shape)
+    packed = numpy.full(count, -1, dtype=numpy.int64)
+    parts = {name: packed[place] for name, place in places_of.items()}
     padded = 0 if shape.decode is None else shape.decode.rows
     places = [*range(decode_rows), *range(padded, padded + len(rows) - decode_rows)]
     parts["slots"][:] = idle
@@ -61,10 +72,11 @@ def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int)
 
 def _pack_going_on(rows: Sequence[RowPlan], padded: int, idle: int) -> NDArray[numpy.int64]:
     """slots and advance of the most common steps."""
-    packed, count = numpy.zeros(2 * padded, dtype=numpy.int64), len(rows)
+    advance, count = padded + padded % 2, len(rows)
+    packed = numpy.zeros(2 * advance, dtype=numpy.int64)
     packed[:count] = [row.slot for row in rows]
     packed[count:padded] = idle
-    packed[padded : padded + count] = 1
+    packed[advance : advance + count] = 1
     return packed
 
 
@@ -110,8 +122,7 @@ class Assembled:
 
 def unpack(vector: Tensor, shape: StepShape, state: DeviceState, ops: Ops) -> Assembled:
     """vector: as `pack` made it, on the device. What is launched depends on the shape alone."""
-    told = _sections(shape)
-    parts = dict(zip(told, torch.split(vector, list(told.values())), strict=True))
+    parts = {name: vector[place] for name, place in _laid_out(shape)[0].items()}
     if shape.chain and shape.known == "none" and all(group.kind != "state" for group in state.groups):
         return _going_on(parts["slots"], parts["advance"], shape, state, ops)
     slots, token_slots = parts["slots"], parts.get("token_slots", parts["slots"])

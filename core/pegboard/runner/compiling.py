@@ -13,11 +13,12 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger("pegboard")
 
-_MOST_THREADS = 16
+#: More of them compile no faster: a third of the work holds Python's lock.
+_MOST_THREADS = 8
 #: One rehearsal at a time in this process: it changes what a launch does.
 _REHEARSING = threading.Lock()
 
@@ -37,7 +38,7 @@ class Compilation:
 
     def rehearse(self, work: Callable[[], object]) -> None:
         """Runs `work` in this thread."""
-        with _REHEARSING, _launches_only_compile(), _ZeroFilled():  # type: ignore[no-untyped-call]
+        with _REHEARSING, _launches_only_compile(), _ZeroFilled():
             self._context.run(work)
 
     def over(self) -> bool:
@@ -104,20 +105,18 @@ def _launches_only_compile() -> Iterator[None]:
         JITFunction.run, Autotuner.run = launch, tune
 
 
-class _ZeroFilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ZeroFilled(TorchFunctionMode):
     """New memory is zero: an id, a position or an index that nobody has computed is one that exists."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _ALLOCATING:
-            made.zero_()
-        return made
+        return made.zero_() if func in _ALLOCATING else made
 
 
 _ALLOCATING = {
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.empty_strided,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
 }

@@ -16,6 +16,7 @@ from .stepping import Computed, Stepping
 
 #: Prompt tokens of a step, beside one of as many as there may be.
 _PROMPTS = (16, 32, 64, 128, 256, 1024)
+_PROMPTS_AT_ONCE = (1, 4, 16, 32)
 #: Ways to choose; a step may hold rows of each.
 _CHOICES = (
     SamplingParams(temperature=0.0),
@@ -36,9 +37,10 @@ def shapes_ahead(limits: Limits) -> list[StepShape]:
         wanted += [_shape(rows, 0, 0, reach) for rows in {1, limits.rows}]
     wanted += [_shape(0, 1, tokens, short) for tokens in _PROMPTS if tokens <= limits.step_tokens]
     wanted.append(_shape(0, 1, limits.step_tokens, short, samples=0))
-    few, some = min(4, limits.rows), min(1024, limits.step_tokens)
-    wanted.append(_shape(0, few, some, short))
-    wanted += [_shape(rows, few, some, short) for rows in (1, min(16, limits.rows), limits.rows)]
+    some = min(1024, limits.step_tokens)
+    several = [count for count in _PROMPTS_AT_ONCE if count <= min(limits.rows, some)]
+    wanted += [_shape(0, count, some, short) for count in several]
+    wanted += [_shape(rows, several[:2][-1], some, short) for rows in (1, min(16, limits.rows), limits.rows)]
     return list(dict.fromkeys(shape for shape in (padded_shape(one, limits) for one in wanted) if shape is not None))
 
 

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo, TokenizerFiles
 from pegboard.errors import CheckpointError
 
+from .device_reads import WORTH, DeviceReads
 from .mapped import MappedFile, as_dtype
 from .narrowing import find_tensor, resolve_range, torch_dtype
 from .safetensors_header import StoredTensor, read_header
@@ -35,6 +37,8 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path, files: Mapping[str, MappedFile], index: Mapping[str, str] | None) -> None:
         self._folder = folder
         self._files = files
+        #: Once something was read to a CUDA device.
+        self._reads: DeviceReads | None = None
         self._config = _read_object(folder / "config.json")
         self._generation = _read_object(folder / "generation_config.json", optional=True)
         self._stored: dict[str, tuple[MappedFile, StoredTensor]] = {}
@@ -112,13 +116,24 @@ class SafetensorsCheckpoint(Checkpoint):
     ) -> Tensor:
         info = find_tensor(self._infos, name, self._folder)
         file, stored = self._stored[name]
-        values = as_dtype(file.tensor(stored.offset, stored.nbytes), stored.dtype, stored.shape)
+        values = whole = as_dtype(file.tensor(stored.offset, stored.nbytes), stored.dtype, stored.shape)
         dim, start, length = resolve_range(info, dim, start, length)
         if stored.shape:
             values = values.narrow(dim, start, length)
-        return values.to(device).to(torch_dtype(dtype) if dtype else stored.dtype)
+        wanted = torch_dtype(dtype) if dtype else stored.dtype
+        if values.nbytes < WORTH or not values.is_contiguous() or not DeviceReads.possible(device):
+            return values.to(device).to(wanted)
+        if self._reads is None:
+            self._reads = DeviceReads(device)
+        target = torch.empty(values.shape, dtype=stored.dtype, device=device)
+        offset = stored.offset + values.data_ptr() - whole.data_ptr()
+        self._reads.read(file.path, offset, target.view(-1).view(torch.uint8))
+        return target.to(wanted)
 
     def close(self) -> None:
+        if self._reads is not None:
+            self._reads.close()
+            self._reads = None
         for file in self._files.values():
             file.close()
 

@@ -1,9 +1,11 @@
 """Serving at real sizes with random weights: ready time, TTFT, ITL and throughput, beside vLLM's numbers.
 
     python benchmarks/e2e.py [--model llama-8b --model qwen3-0.6b] [--json FILE] [--profile FOLDER]
+    python benchmarks/e2e.py --plot FILE
 
 Each run is `pegboard bench e2e` in a process of its own, so that ready time counts from a fresh one: first with an
-empty Triton cache (plain sampling), then with a warm one (the same requests with top-k and top-p; then 1,024).
+empty Triton cache (plain sampling), then with a warm one (the same requests with top-k and top-p; then 1,024 with
+plain sampling, once). `--plot` draws docs/images/serving.png, without a GPU; it needs matplotlib.
 `vllm`: 0.24.0 on one H200 (torch 2.11, CUDA 13.0), the same work, measured once and not in this run.
 """
 
@@ -65,13 +67,13 @@ def measure(shape: str, profile: Path | None) -> dict[str, Any]:
         return {
             "plain": run(shape, full, environment),
             "top-k, top-p": run(shape, [*brief, "--requests", "256", *SAMPLED], environment),
-            "1024 requests": run(shape, [*brief, "--requests", "1024", *SAMPLED], environment),
+            "1024 requests": run(shape, [*brief, "--requests", "1024", "--once"], environment),
         }
 
 
-def lines(shape: str, found: dict[str, Any]) -> list[str]:
-    """What was measured, vLLM's, and the ratio: below 1 is less time, above 1 more throughput."""
-    known, plain = VLLM[shape], found["plain"]
+def rows_of(known: dict[str, Any], found: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """What was measured, and vLLM's."""
+    plain = found["plain"]
     rows: list[tuple[str, float, float]] = [
         ("ready, empty Triton cache, s", plain["ready"]["first_token"], known["ready"]),
         ("ready, warm Triton cache, s", found["top-k, top-p"]["ready"]["first_token"], known["ready"]),
@@ -82,14 +84,51 @@ def lines(shape: str, found: dict[str, Any]) -> list[str]:
     rows += [(f"ITL batch {i['batch']}, ms", i["seconds"] * 1e3, known["itl"][i["batch"]]) for i in plain["itl"]]
     for name in ("plain", "top-k, top-p", "1024 requests"):
         for turn, field in (("first", "throughput"), ("again", "throughput_again")):
-            speed = found[name][field]["output_tokens_per_second"]
-            rows.append((f"{name}, {turn}, output tokens/s", speed, known[name]))
+            if found[name][field] is not None:
+                rows.append((f"{name}, {turn}, tokens/s", found[name][field]["output_tokens_per_second"], known[name]))
+    return rows
+
+
+def lines(shape: str, known: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """And the ratio: below 1 is less time, above 1 more throughput."""
+    plain = found["plain"]
     return [
         f"{shape} on {plain['setup']['device']}, {plain['setup']['dtype']}; same tokens again "
         f"{plain['repeated']['match']:.3f}",
         f"{'':42} {'pegboard':>10} {'vllm':>10} {'ratio':>7}",
-        *(f"{name:42} {ours:10.2f} {theirs:10.2f} {ours / theirs:7.2f}" for name, ours, theirs in rows),
+        *(
+            f"{name:42} {ours:10.2f} {theirs:10.2f} {ours / theirs:7.2f}"
+            for name, ours, theirs in rows_of(known, found)
+        ),
     ]
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """How many times as fast as vLLM, a group of bars a model."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = pyplot.subplots(figsize=(5.6, 3.2), dpi=110)
+    for index, (shape, found) in enumerate(record["pegboard"].items()):
+        rows = rows_of(record["vllm"][shape], found)
+        names = [name for name, _, _ in rows]
+        gains = [ours / theirs if name.endswith("tokens/s") else theirs / ours for name, ours, theirs in rows]
+        places = [len(names) - 1 - place + 0.2 - 0.4 * index for place in range(len(names))]
+        axes.barh(places, gains, 0.4, color=("#1f77b4", "#8fbce6")[index % 2], label=shape)
+        axes.set_yticks([len(names) - 1 - place for place in range(len(names))], names, fontsize=6)
+    axes.axvline(1, color="black", linewidth=0.5)
+    axes.set(title="Times as fast as vLLM 0.24 (recorded)", xscale="log")
+    ticks = (0.5, 1, 2, 4, 8)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -97,11 +136,16 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=list(VLLM))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="JSON", help="draw this file's numbers and measure nothing")
+    parser.add_argument("--image", type=Path, default=Path(__file__).parents[1] / "docs" / "images" / "serving.png")
     options = parser.parse_args()
+    if options.plot is not None:
+        plot(json.loads(options.plot.read_text(encoding="utf-8")), options.image)
+        return
     found: dict[str, Any] = {}
     for shape in options.model or list(VLLM):
         found[shape] = measure(shape, options.profile)
-        print("\n".join(lines(shape, found[shape])), flush=True)
+        print("\n".join(lines(shape, VLLM[shape], found[shape])), flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps({"vllm": VLLM, "pegboard": found}, indent=1))
 

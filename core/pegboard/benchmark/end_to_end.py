@@ -39,6 +39,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 16
     request_input: tuple[int, int] = (32, 128)
     request_output: tuple[int, int] = (16, 64)
+    #: Run them twice.
+    twice: bool = True
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -77,8 +79,8 @@ class EndToEnd(msgspec.Struct, frozen=True, kw_only=True):
     itl: list[ITL]
     host: list[HostTime]
     throughput: Throughput
-    #: The same requests once more, nothing of them cached: by then kernels are compiled and steps recorded.
-    throughput_again: Throughput
+    #: The same requests once more, nothing of them cached: by then the steps are recorded. None: they ran once.
+    throughput_again: Throughput | None
     repeated: Repeated
     memory: Memory
     #: With `profile`: a prompt of each length and its first token, then each batch.
@@ -115,7 +117,7 @@ def measure_end_to_end(
             itl=itl,
             host=host,
             throughput=_measure_mixed(engine, load, "first"),
-            throughput_again=_measure_mixed(engine, load, "again"),
+            throughput_again=_measure_mixed(engine, load, "again") if load.twice else None,
             repeated=_repeat(engine, prompts, max(load.batches), load.prompt, load.output),
             memory=_peak_memory(engine),
             profiles=[] if profile is None else profile_runs(engine, prompts, _profiled(load), profile),

@@ -92,6 +92,7 @@ def e2e(
     temperature: Annotated[float, typer.Option(help="Of the mixed requests; 0 is greedy.")] = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Run the mixed requests once, not twice.")] = False,
     seed: RandomSeed = 0,
     profile: Annotated[
         Path | None, typer.Option(file_okay=False, help="A folder for traces; adds tables of kernels.")
@@ -114,6 +115,7 @@ def e2e(
         requests=requests,
         request_input=_range("--request-input", request_input),
         request_output=_range("--request-output", request_output),
+        twice=not once,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

@@ -84,9 +84,12 @@ def _mb(count: int | None) -> str:
     return "-" if count is None else f"{count / 1e6:.0f}"
 
 
-def _throughput_table(first: Throughput, again: Throughput) -> list[str]:
-    rows = zip(msgspec.structs.asdict(first).items(), msgspec.structs.asdict(again).values(), strict=True)
-    return table([["", "first", "again"], *([field, number(one), number(two)] for (field, one), two in rows)])
+def _throughput_table(first: Throughput, again: Throughput | None) -> list[str]:
+    turns = {"first": first} | ({} if again is None else {"again": again})
+    fields = msgspec.structs.asdict(first)
+    return table(
+        [["", *turns], *([field, *(number(getattr(turn, field)) for turn in turns.values())] for field in fields)]
+    )
 
 
 def _profile_lines(found: Profile) -> list[str]:

@@ -51,6 +51,8 @@ def test_the_report(tiny_path: Path, capsys: Output) -> None:
     assert data["repeated"] == {"prompts": 3, "tokens": 36, "match": 1.0}
     assert data["memory"]["device"] is None
     assert 10e6 < data["memory"]["host"] < 100e9
+    assert main([*arguments, "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["throughput_again"] is None
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     begins = [line.split()[0] if line else "" for line in lines]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import values as v
-from .best import AT_ONCE
+from .best import SCRATCH
 
 #: Groups of 128 logits that a program reads.
 CHUNK_GROUPS = 32
@@ -33,7 +33,7 @@ class Workspace:
         self.statistics = empty(v.STATISTICS.value, self.chunks, dtype=torch.float32)
         self.chunk_ids = empty(v.IDS.value, self.chunks, dtype=torch.int32)
         self.counts = empty(dtype=torch.int32)
-        self.candidates = empty(AT_ONCE.value, dtype=torch.int32)
+        self.candidates = empty(SCRATCH.value, dtype=torch.int64)
         self.support = empty(dtype=torch.int64)
         self.mass = empty(dtype=torch.float32)
         self._listed: Tensor | None = None

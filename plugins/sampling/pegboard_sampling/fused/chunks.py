@@ -18,11 +18,11 @@ _ROUNDING = tl.constexpr(1e-4)
 
 @triton.jit
 def _relative(x, peak, temperature):
-    """v.score for a bound: no division and no choices, but where something is infinite."""
+    """v.score for a bound: no choices, but where something is infinite."""
     if (peak == float("inf")) | (peak == float("-inf")):
         x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
         peak = 0.0
-    return (x - peak) * tl.minimum(1.0 / temperature, 3e38)
+    return (x - peak) * v.inverse(temperature)
 
 
 @triton.jit(do_not_specialize=["groups", "chunks"])

@@ -28,7 +28,7 @@ _MOST_TOKENS = 1 << 24
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
 #: Warps of a program: of a plain pass over the logits, of one with noise or tables, of one that holds many tokens.
-_READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS, _SELECT_WARPS = 4, 8, 8, 8
+_READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS, _SELECT_WARPS = 4, 4, 16, 16
 
 
 class FusedSampler(Sampler):

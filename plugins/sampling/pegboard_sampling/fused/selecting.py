@@ -12,7 +12,7 @@ import triton.language as tl
 from . import chunks, noise
 from . import values as v
 
-THRESHOLDS = tl.constexpr(16)
+THRESHOLDS, THRESHOLD_BITS = tl.constexpr(16), tl.constexpr(4)
 
 
 @triton.jit
@@ -29,6 +29,16 @@ def _kth_maximum(maxima, groups, count, GROUPS: tl.constexpr):
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
     return low
+
+
+@triton.jit
+def _least_score(floats, slot, total, vocab):
+    """Tokens below this together are too light to matter to top-p, or each of them to min-p."""
+    top_p = v.number(floats, slot, v.TOP_P)
+    least = tl.log(v.number(floats, slot, v.MIN_P).to(tl.float32))
+    if top_p < 1:
+        least = tl.maximum(least, tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32)))
+    return least - 1e-3
 
 
 @triton.jit(do_not_specialize=["groups", "chunk_count", "room"])
@@ -71,12 +81,7 @@ def gather_candidates(
         if top_k > 0:
             floor = _kth_maximum(maxima + row * groups, groups, top_k, GROUPS)
         else:
-            top_p = v.number(floats, slot, v.TOP_P)
-            if top_p < 1:
-                # All tokens below this together are too light to matter
-                least = tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32))
-            least = tl.maximum(least, tl.log(v.number(floats, slot, v.MIN_P).to(tl.float32)))
-            least = least - 1e-3
+            least = _least_score(floats, slot, total, vocab)
         x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
         taken = (v.score(x, peak, temperature) >= least) & (v.ordered(x) >= floor) & (x > float("-inf"))
         of_groups = tl.sum(taken.to(tl.int32), 1)
@@ -95,7 +100,7 @@ def _thresholds(low, high, by_key):
     even = bottom + (top - bottom) * (j.to(tl.float32) / THRESHOLDS)
     even = tl.where(even == even, even, top)
     of_value = v.ordered(even).to(tl.int64) << 32
-    step = tl.maximum((high >> 4) - (low >> 4), 1)
+    step = tl.maximum((high >> THRESHOLD_BITS) - (low >> THRESHOLD_BITS), 1)
     found = tl.where(by_key, low + j.to(tl.int64) * step, of_value)
     return tl.where(j == 0, low, tl.minimum(tl.maximum(found, low), high))
 
@@ -121,6 +126,17 @@ def _above(listed, count, thresholds, peak, temperature, WEIGHTS: tl.constexpr, 
 
 
 @triton.jit
+def _mass(listed, count, low, peak, temperature, BLOCK: tl.constexpr):
+    """int64: weight of the listed keys that reach `low`."""
+    columns = tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, count, BLOCK):
+        keys = tl.load(listed + start + columns, mask=start + columns < count, other=v.LOWEST)
+        found += tl.where(keys >= low, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
 def _narrow(low, high, thresholds, enough):
     """The bracket when `enough` [16] says which thresholds have enough above them; some has."""
     lower = tl.max(tl.where(enough, thresholds, low), 0)
@@ -142,9 +158,8 @@ def _extent(listed, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kth_key(listed, count, k, BLOCK: tl.constexpr):
-    """The k-th greatest of the listed keys."""
-    low, high = _extent(listed, count, BLOCK)
+def _kth_key(listed, count, low, high, k, BLOCK: tl.constexpr):
+    """The k-th greatest of the listed keys, which is in low .. high - 1."""
     by_key = False
     while high - 1 != low:
         thresholds = _thresholds(low, high, by_key)
@@ -188,16 +203,20 @@ def select(
         low = tl.full([], v.LOWEST + 1, tl.int64)
         high = tl.full([], v.HIGHEST, tl.int64)
         wanted = tl.full([], float("inf"), tl.float64)
-        if top_p < 1:
+        if top_k > 0:
             low, high = _extent(open, many, PART)
-        if (top_k > 0) & (many > top_k):
-            low = _kth_key(open, many, top_k, BLOCK)
+            if many > top_k:
+                low = _kth_key(open, many, low, high, top_k, BLOCK)
+        elif top_p < 1:
+            # A bracket of what is listed, rounding included
+            high = (v.ordered(peak).to(tl.int64) + 1) << 32
+            least = _least_score(floats, slot, total, vocab) - 1e-3
+            bottom = peak + least * temperature - 1e-6 * tl.abs(peak)
+            low = tl.where(bottom > float("-inf"), v.ordered(bottom).to(tl.int64) << 32, low)
         if top_p < 1:
             wanted = total.to(tl.float64) * v.UNIT
             if top_k > 0:
-                wanted = tl.max(
-                    _above(open, many, tl.zeros([THRESHOLDS], tl.int64) + low, peak, temperature, True, BLOCK), 0
-                ).to(tl.float64)
+                wanted = _mass(open, many, low, peak, temperature, PART).to(tl.float64)
             wanted = wanted * top_p
         few = tl.full([], 0, tl.int32)  # taken
         heavy = tl.full([], 0, tl.int64)  # their weight

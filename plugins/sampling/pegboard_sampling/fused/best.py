@@ -21,7 +21,7 @@ SCRATCH = tl.constexpr(AT_ONCE.value + MOST.value)
 
 
 @triton.jit
-def _bound(keys, reached, least, most):
+def bound(keys, reached, least, most):
     """What at least `least`, at most `most`, of the keys reach: distinct ones, but for LOWEST, which counts as none.
     Of these there are `reached`, which is enough."""
     low = tl.min(tl.ravel(tl.where(keys == v.LOWEST, v.HIGHEST, keys)), 0)
@@ -59,7 +59,7 @@ def best_tokens(
     top = tl.load(maxima + group, mask=group < groups, other=float("-inf"))
     packed = (v.ordered(top).to(tl.int64) << 32) | (GROUPS - 1 - group).to(tl.int64)
     packed = tl.where(group < groups, packed, v.LOWEST)
-    least = _bound(packed, groups, count, MOST)
+    least = bound(packed, groups, count, MOST)
     taken = (packed >= least) & (group < groups)
     tl.store(scratch + AT_ONCE + tl.cumsum(taken.to(tl.int32), 0) - 1, group.to(tl.int64), mask=taken)
     many = tl.sum(taken.to(tl.int32), 0)
@@ -76,7 +76,7 @@ def best_tokens(
     reached = tl.sum(tl.sum(found, 1), 0)
     if reached > AT_ONCE:
         keys = tl.where(found > 0, v.key_of(x, ids), v.LOWEST)
-        found = (keys >= _bound(keys, reached, count, AT_ONCE)).to(tl.int32)
+        found = (keys >= bound(keys, reached, count, AT_ONCE)).to(tl.int32)
     of_groups = tl.sum(found, 1)
     place = (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(found, 1) - 1
     tl.store(scratch + place, v.key_of(x, ids), mask=found > 0)
@@ -92,12 +92,12 @@ def listed(scratch, many):
 
 
 @triton.jit
-def places(scratch, many, keys, peak, temperature):
-    """Of each of the keys [AT_ONCE]: how many of those in scratch come before it, and what these weigh."""
+def places(scratch, many, keys, peak, temperature, BLOCK: tl.constexpr):
+    """Of each of the keys [K]: how many of those in scratch come before it, and what these weigh; BLOCK of them a turn."""
     row = tl.arange(0, BLOCK)
     # Sums of threads meet only once
-    ranks = tl.zeros([BLOCK, AT_ONCE], tl.int32)
-    before = tl.zeros([BLOCK, AT_ONCE], tl.int64)
+    ranks = tl.zeros([BLOCK, keys.shape[0]], tl.int32)
+    before = tl.zeros([BLOCK, keys.shape[0]], tl.int64)
     for start in range(0, many, BLOCK):
         others = tl.load(scratch + start + row, mask=start + row < many, other=v.LOWEST)
         weights = v.weight(v.score(v.value_of(others), peak, temperature))

@@ -100,7 +100,7 @@ def choose(
             keys = best.listed(own, many)
             scores = tl.where(keys == v.LOWEST, float("-inf"), v.score(v.value_of(keys), peak, temperature))
             weights = v.weight(scores)
-            place, before = best.places(own, many, keys, peak, temperature)
+            place, before = best.places(own, many, keys, peak, temperature, best.BLOCK)
             among = place < count
             top_p = v.number(floats, slot, v.TOP_P)
             all = tl.sum(tl.where(among, weights, 0), 0).to(tl.float64)

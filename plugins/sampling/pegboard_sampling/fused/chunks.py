@@ -52,7 +52,7 @@ def read_chunks(
     RAW: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N] become 0."""
+    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N, 2] become 0."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     kind = v.integer(integers, slot, v.KIND)
@@ -73,7 +73,8 @@ def read_chunks(
     if KEEPS_GROUPS:
         tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
         if chunk == 0:
-            tl.store(counts + row, 0)
+            tl.store(counts + row * 2, 0)
+            tl.store(counts + row * 2 + 1, 0)
     if SUMS:
         if (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0):
             scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import values as v
 from .best import SCRATCH
+from .selecting import STEPS
 
 #: Groups of 128 logits that a program reads.
 CHUNK_GROUPS = 32
@@ -32,7 +33,9 @@ class Workspace:
         self.maxima, self.raw_maxima = (empty(self.groups, dtype=torch.float32) for _ in range(2))
         self.statistics = empty(v.STATISTICS.value, self.chunks, dtype=torch.float32)
         self.chunk_ids = empty(v.IDS.value, self.chunks, dtype=torch.int32)
-        self.counts = empty(dtype=torch.int32)
+        self.counts = empty(2, dtype=torch.int32)
+        self.profiles = empty(STEPS.value, self.chunks, dtype=torch.float32)
+        self.brackets = empty(2, dtype=torch.int64)
         self.candidates = empty(SCRATCH.value, dtype=torch.int64)
         self.support = empty(dtype=torch.int64)
         self.mass = empty(dtype=torch.float32)

@@ -33,6 +33,13 @@ SUPPORT: list[tuple[list[float], dict[str, Any], set[int]]] = [
     ([0.0, -math.inf, 0.0, -math.inf], {"top_p": 0.999}, {0, 2}),
     ([0.0, -math.inf, 0.0, -math.inf] * 20, {"top_k": 66}, set(range(0, 80, 2))),
     ([-math.inf, -math.inf, -50.0], {"top_k": 2, "top_p": 0.1}, {2}),
+    # More than are compared with each other at last
+    ([0.0] * 1400, {"top_p": 0.5004}, set(range(701))),
+    ([0.0, 1.0] * 700, {"top_k": 750}, {*range(1, 1400, 2), *range(0, 100, 2)}),
+    ([1.0, 0.0, 0.0] * 600, {"top_k": 800, "top_p": 0.8938}, {*range(0, 1800, 3), *(i for i in range(9) if i % 3)}),
+    ([-i / 100 for i in range(1500)], {"top_p": 0.9}, set(range(231))),
+    ([0.0] * 1300, {"top_k": 64}, set(range(64))),
+    ([0.0] * 1300, {"min_p": 0.5}, set(range(1300))),
 ]
 
 FULL = bool(os.environ.get("PEGBOARD_FULL"))

@@ -79,11 +79,13 @@ def choose(
             chosen = tl.min(tl.where(noisy == tl.max(noisy, 0), pick, 0x7FFFFFFF), 0).to(tl.int64)
     if FEW:
         if kind == v.FEW:
-            keys = best.best_tokens(
+            count = v.integer(integers, slot, v.TOP_K).to(tl.int32)
+            own = scratch + row * best.SCRATCH
+            many = best.best_tokens(
                 logits + row * stride,
                 maxima + row * groups,
-                scratch + row * best.AT_ONCE,
-                v.integer(integers, slot, v.TOP_K),
+                own,
+                count,
                 slot,
                 floats,
                 integers,
@@ -95,13 +97,15 @@ def choose(
                 WORDS,
                 BIASES,
             )
+            keys = best.listed(own, many)
             scores = tl.where(keys == v.LOWEST, float("-inf"), v.score(v.value_of(keys), peak, temperature))
             weights = v.weight(scores)
-            before = tl.cumsum(weights, 0) - weights
+            place, before = best.places(own, many, keys, peak, temperature, best.BLOCK)
+            among = place < count
             top_p = v.number(floats, slot, v.TOP_P)
-            all = tl.sum(weights, 0).to(tl.float64)
+            all = tl.sum(tl.where(among, weights, 0), 0).to(tl.float64)
             reached = tl.where(top_p < 1, top_p * all, float("inf"))
-            kept = (before.to(tl.float64) < reached) & (scores > float("-inf"))
+            kept = among & (before.to(tl.float64) < reached) & (scores > float("-inf"))
             last = tl.min(tl.where(kept, keys, v.HIGHEST), 0)
             kept = kept & (tl.exp(scores) >= v.number(floats, slot, v.MIN_P).to(tl.float32))
             total = tl.sum(tl.where(kept, weights, 0), 0).to(tl.float32) / v.UNIT

@@ -12,6 +12,19 @@ from . import noise
 from . import values as v
 
 
+#: More than what float32 adds to or takes from a bound of a perturbed score near the best.
+_ROUNDING = tl.constexpr(1e-4)
+
+
+@triton.jit
+def _relative(x, peak, temperature):
+    """v.score for a bound: no choices, but where something is infinite."""
+    if (peak == float("inf")) | (peak == float("-inf")):
+        x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
+        peak = 0.0
+    return (x - peak) * v.inverse(temperature)
+
+
 @triton.jit(do_not_specialize=["groups", "chunks"])
 def read_chunks(
     logits,
@@ -39,7 +52,7 @@ def read_chunks(
     RAW: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N] become 0."""
+    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N, 2] become 0."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     kind = v.integer(integers, slot, v.KIND)
@@ -49,8 +62,7 @@ def read_chunks(
     raw = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
     x = v.adjusted(raw, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
     broken = tl.max(tl.ravel(((raw != raw) | (x != x)).to(tl.int32)), 0)
-    of_groups = tl.max(x, 1)
-    greatest = tl.max(of_groups, 0)
+    greatest = tl.max(tl.ravel(x), 0)
     at = statistics + row * v.STATISTICS * chunks + chunk
     ids_at = chunk_ids + row * v.IDS * chunks + chunk
     tl.store(at + v.MAXIMUM * chunks, greatest)
@@ -59,26 +71,38 @@ def read_chunks(
         first = tl.min(tl.ravel(tl.where(x == greatest, ids, 0x7FFFFFFF)), 0)
     tl.store(ids_at + v.FIRST * chunks, tl.where(broken != 0, -1, first))
     if KEEPS_GROUPS:
-        tl.store(maxima + row * groups + group, of_groups, mask=group < groups)
+        tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
         if chunk == 0:
-            tl.store(counts + row, 0)
+            tl.store(counts + row * 2, 0)
+            tl.store(counts + row * 2 + 1, 0)
     if SUMS:
         if (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0):
             scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
             tl.store(at + v.SUM * chunks, tl.sum(tl.sum(tl.exp(scores), 1), 0))
     if ADDS_NOISE:
         if kind == v.NOISE:
-            scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
-            seed = v.integer(integers, slot, v.SEED)
-            noisy = scores + noise.gumbel(ids, tl.load(positions + row), seed, FAST)
-            best, pick = v.first_of_best(noisy, ids)
+            temperature = v.temperature_of(floats, integers, slot)
+            seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+            # What a token can reach; its noise itself is computed only of those that may be the best
+            reach = _relative(x, greatest, temperature) + noise.bound(ids, position, seed, FAST)
+            most = tl.max(tl.ravel(reach), 0)
+            best = tl.full([], float("-inf"), tl.float32)
+            pick = tl.full([], 0x7FFFFFFF, tl.int32)
+            while most > best - _ROUNDING:
+                id = tl.min(tl.ravel(tl.where(reach == most, ids, 0x7FFFFFFF)), 0)
+                y = tl.load(logits + row * stride + id).to(tl.float32)
+                y = v.adjusted(y, id, True, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+                noisy = v.score(y, greatest, temperature) + noise.gumbel(id, position, seed, FAST)
+                pick = tl.where((noisy > best) | ((noisy == best) & (id < pick)), id, pick)
+                best = tl.maximum(best, noisy)
+                reach = tl.where(ids == id, float("-inf"), reach)
+                most = tl.max(tl.ravel(reach), 0)
             tl.store(at + v.NOISY * chunks, best)
             tl.store(ids_at + v.PICK * chunks, pick)
     if RAW:
         if v.integer(integers, slot, v.LOGPROBS) >= 0:
-            of_groups = tl.max(raw, 1)
-            greatest = tl.max(of_groups, 0)
-            tl.store(raw_maxima + row * groups + group, of_groups, mask=group < groups)
+            greatest = tl.max(tl.ravel(raw), 0)
+            tl.store(raw_maxima + row * groups + group, tl.max(raw, 1), mask=group < groups)
             tl.store(at + v.RAW_MAXIMUM * chunks, greatest)
             tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.sum(tl.exp(v.score(raw, greatest, 1.0)), 1), 0))
 

@@ -43,14 +43,14 @@ def list_logprobs(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     asked = v.integer(integers, slot, v.LOGPROBS)
-    count = tl.minimum(asked, width)
+    count = tl.minimum(asked, width).to(tl.int32)
     chosen = tl.load(ids + row)
     processed = (v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0
-    rank = tl.arange(0, best.MOST)
     own, nan = logits + row * stride, float("nan")
     of_chosen = tl.full([], nan, tl.float32)
-    values = tl.full([best.MOST], nan, tl.float32)
-    keys = tl.full([best.MOST], v.LOWEST, tl.int64)
+    values = tl.full([best.AT_ONCE], nan, tl.float32)
+    listed = scratch + row * best.SCRATCH
+    many = tl.full([], 0, tl.int32)
     token = tl.maximum(chosen, 0).to(tl.int32)
     if RAW:
         if (asked >= 0) & (processed == 0):
@@ -59,10 +59,10 @@ def list_logprobs(
             x = tl.load(own + token).to(tl.float32)
             of_chosen = v.score(x, peak, 1.0) - scale
             if count > 0:
-                keys = best.best_tokens(
+                many = best.best_tokens(
                     own,
                     raw_maxima + row * groups,
-                    scratch + row * best.AT_ONCE,
+                    listed,
                     count,
                     slot,
                     floats,
@@ -75,7 +75,7 @@ def list_logprobs(
                     False,
                     False,
                 )
-            values = v.score(v.value_of(keys), peak, 1.0) - scale
+            values = v.score(v.value_of(best.listed(listed, many)), peak, 1.0) - scale
     if PROCESSED:
         if (asked >= 0) & processed:
             temperature = v.temperature_of(floats, integers, slot)
@@ -86,10 +86,10 @@ def list_logprobs(
             x = v.adjusted(x, token, True, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
             of_chosen = v.score(x, peak, temperature) - scale
             if count > 0:
-                keys = best.best_tokens(
+                many = best.best_tokens(
                     own,
                     maxima + row * groups,
-                    scratch + row * best.AT_ONCE,
+                    listed,
                     count,
                     slot,
                     floats,
@@ -102,16 +102,22 @@ def list_logprobs(
                     WORDS,
                     BIASES,
                 )
+            keys = best.listed(listed, many)
             scores = v.score(v.value_of(keys), peak, temperature)
             kept = keys >= last
             if v.integer(integers, slot, v.KIND) != v.GREEDY:
                 kept = kept & (tl.exp(scores) >= v.number(floats, slot, v.MIN_P).to(tl.float32))
             values = tl.where(kept, scores - scale, float("-inf"))
     tl.store(chosen_out + row, tl.where(chosen < 0, nan, of_chosen))
-    real = keys != v.LOWEST
-    at = row * width + rank
-    tl.store(top_ids + at, tl.where(real, v.id_of(keys), -1).to(tl.int64), mask=rank < width)
-    tl.store(top_values + at, tl.where(real, values, nan), mask=rank < width)
+    keys = best.listed(listed, many)
+    place, _ = best.places(listed, many, keys, 0.0, 1.0, best.BLOCK)
+    at = row * width + place
+    tl.store(top_ids + at, v.id_of(keys).to(tl.int64), mask=place < count)
+    tl.store(top_values + at, values, mask=place < count)
+    rest = tl.arange(0, best.MOST)
+    nothing = (rest >= count) & (rest < width)
+    tl.store(top_ids + row * width + rest, tl.full([best.MOST], -1, tl.int64), mask=nothing)
+    tl.store(top_values + row * width + rest, tl.full([best.MOST], nan, tl.float32), mask=nothing)
     if PROCESSED:
         choosing.count_choice(chosen, slot, integers, words, vocab, WORDS)
 

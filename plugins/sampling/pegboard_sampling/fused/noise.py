@@ -31,10 +31,17 @@ def log(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _product(a, multiplier):
+    """Upper and lower word of a 32 x 32 product, in one instruction."""
+    product = a.to(tl.uint64) * multiplier
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
 def philox(ids, position, seed):
     """First output word, uint32, for token ids (int32) and an int64 position and seed."""
-    m0 = tl.full([], _M0, tl.uint32)
-    m1 = tl.full([], _M1, tl.uint32)
+    m0 = tl.full([], _M0, tl.uint64)
+    m1 = tl.full([], _M1, tl.uint64)
     s0 = tl.full([], _S0, tl.uint32)
     s1 = tl.full([], _S1, tl.uint32)
     k0 = seed.to(tl.uint32)
@@ -44,10 +51,8 @@ def philox(ids, position, seed):
     c2 = (position >> 32).to(tl.uint32)
     c3 = tl.full([], 0, tl.uint32)
     for _ in tl.static_range(_ROUNDS):
-        high0 = tl.umulhi(c0, m0)
-        low0 = c0 * m0
-        high1 = tl.umulhi(c2, m1)
-        low1 = c2 * m1
+        high0, low0 = _product(c0, m0)
+        high1, low1 = _product(c2, m1)
         c0 = high1 ^ c1 ^ k0
         c2 = high0 ^ c3 ^ k1
         c1 = low1
@@ -55,6 +60,12 @@ def philox(ids, position, seed):
         k0 = k0 + s0
         k1 = k1 + s1
     return c0
+
+
+@triton.jit
+def bound(ids, position, seed, FAST: tl.constexpr):
+    """No less than the noise, by half of what a logarithm of it costs: -log(v), as v <= -log1p(-v). Inf where v is least."""
+    return 22.18071 - log(philox(ids, position, seed).to(tl.float32), FAST)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from .best import MOST
 from .choosing import choose
 from .chunks import read_chunks
 from .listing import list_logprobs, spread_logprobs
-from .selecting import gather_candidates, select
+from .selecting import bracket, gather_candidates, select
 from .slots import FusedSlots, Path
 from .workspace import CHUNK_GROUPS, Workspace
 
@@ -27,8 +27,8 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _MOST_TOKENS = 1 << 24
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
-#: Warps of a program: of a plain pass over the logits, of one with noise or tables, of one that holds many tokens.
-_READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS, _SELECT_WARPS = 4, 8, 8, 8
+#: Warps of a program: of a pass over the logits, of one that reads tables beside them, of one that holds many tokens.
+_READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
 
 
 class FusedSampler(Sampler):
@@ -148,7 +148,7 @@ class FusedSampler(Sampler):
             SUMS=path.wide or path.processed,
             RAW=path.raw,
             FAST=self._fast,
-            num_warps=_HEAVY_READ_WARPS if path.noise or path.words else _READ_WARPS,
+            num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
         )
 
     def _choose(self, logits: Tensor, rows: SampleRows, path: Path, ids: Tensor) -> None:
@@ -161,21 +161,36 @@ class FusedSampler(Sampler):
         }
         if path.wide:
             listed = work.listed
-            gather_candidates[(work.chunks, count)](
+            bracket[(work.chunks, count)](
                 logits,
                 rows.slots,
                 *state,
                 work.maxima,
                 work.statistics,
                 work.counts,
-                listed,
+                work.profiles,
+                work.brackets,
                 logits.stride(0),
                 self._vocab_size,
                 work.groups,
                 work.chunks,
-                listed.shape[2],
                 CHUNK_GROUPS=CHUNK_GROUPS,
                 **sizes,
+                num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
+            )
+            gather_candidates[(work.chunks, count)](
+                logits,
+                rows.slots,
+                *state,
+                work.counts,
+                work.brackets,
+                listed,
+                logits.stride(0),
+                self._vocab_size,
+                listed.shape[2],
+                CHUNK_GROUPS=CHUNK_GROUPS,
+                WORDS=path.words,
+                BIASES=path.biases,
                 num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
             )
             select[(count,)](
@@ -184,6 +199,7 @@ class FusedSampler(Sampler):
                 *state[:2],
                 work.statistics,
                 work.counts,
+                work.brackets,
                 listed,
                 ids,
                 work.support,
@@ -196,7 +212,7 @@ class FusedSampler(Sampler):
                 FAST=self._fast,
                 BLOCK=_SELECT_BLOCK,
                 PART=_SELECT_PART,
-                num_warps=_SELECT_WARPS,
+                num_warps=_ROW_WARPS,
             )
         choose[(count,)](
             logits,

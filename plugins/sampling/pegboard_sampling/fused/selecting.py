@@ -1,38 +1,55 @@
 """Rows whose choice may be among many tokens: top-p without top-k, min-p alone, top-k beyond 64.
 
-`gather_candidates` lists what may take part, in any order, one program a chunk. `select` finds the last key that does,
-one program a row, by weighing what lies above 16 thresholds at once, between those that bracket the answer. Decided
-tokens leave the list in each round; keys are distinct and weights integers, so ties and order change nothing."""
+`bracket` finds roughly where the last of them lies, `gather_candidates` lists what may take part, in any order, both one
+program a chunk. `select` finds the last key that does, one program a row: by weighing what lies above 16 thresholds at
+once, between those that bracket the answer, while decided tokens leave the list in each round; then by comparing those
+that are left. Keys are distinct and weights integers, so ties and order change nothing."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from . import chunks, noise
+from . import best, chunks, noise
 from . import values as v
 
 THRESHOLDS = tl.constexpr(16)
+#: Logits above which the chunks are weighed.
+STEPS = tl.constexpr(8)
+#: Undecided tokens that are compared with each other at last, with TURN of them at a time.
+AT_ONCE, TURN = tl.constexpr(512), tl.constexpr(16)
 
 
 @triton.jit
 def _kth_maximum(maxima, groups, count, GROUPS: tl.constexpr):
-    """The count-th greatest of a row's group maxima, ordered; less than any where there are fewer groups."""
+    """What `count` or some more of a row's group maxima reach, ordered; less than any where there are fewer groups."""
     group = tl.arange(0, GROUPS)
-    top = v.ordered(tl.load(maxima + group, mask=group < groups, other=float("-inf"))).to(tl.int64)
-    low = tl.full([], -(1 << 31), tl.int64)
-    high = tl.full([], 1 << 31, tl.int64)
+    top = tl.load(maxima + group, mask=group < groups, other=float("-inf"))
+    keys = tl.where(group < groups, (v.ordered(top).to(tl.int64) << 32) | group.to(tl.int64), v.LOWEST)
+    floor = tl.full([], -(1 << 31), tl.int64)
     if count <= groups:
-        while high - low > 1:
-            middle = (low + high) >> 1
-            enough = tl.sum(((top >= middle) & (group < groups)).to(tl.int32), 0) >= count
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-    return low
+        floor = best.bound(keys, groups, count, count + (count >> 2)) >> 32
+    return floor
 
 
-@triton.jit(do_not_specialize=["groups", "chunk_count", "room"])
-def gather_candidates(
+@triton.jit
+def _least_score(floats, slot, total, vocab):
+    """Tokens below this together are too light to matter to top-p, or each of them to min-p."""
+    top_p = v.number(floats, slot, v.TOP_P)
+    least = tl.log(v.number(floats, slot, v.MIN_P).to(tl.float32))
+    if top_p < 1:
+        least = tl.maximum(least, tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32)))
+    return least - 1e-3
+
+
+@triton.jit
+def _above_logit(x):
+    """The least key of a logit x."""
+    return tl.maximum(v.ordered(x).to(tl.int64) << 32, v.LOWEST + 1)
+
+
+@triton.jit(do_not_specialize=["groups", "chunk_count"])
+def bracket(
     logits,
     slots,
     floats,
@@ -42,49 +59,101 @@ def gather_candidates(
     maxima,
     statistics,
     counts,
-    listed,
+    profiles,
+    brackets,
     stride,
     vocab,
     groups,
     chunk_count,
-    room,
     CHUNK_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """listed [N, 2, room] int64: the keys of counts[row] tokens in the first half."""
+    """brackets [N, 2]: no key below the first takes part, and for top-p alone all from the second on do.
+
+    profiles [N, STEPS, chunks]: what a chunk's tokens weigh above each of some logits. The last program of a row
+    finds where the wanted mass lies."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    top_k, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
+    weighs = (top_k == 0) & (top_p < 1)
+    if (v.integer(integers, slot, v.KIND) == v.WIDE) & (weighs | (chunk == 0)):
+        # Asked for first, so that the memory works meanwhile
+        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
+        ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
+        real = ids < vocab
+        x = tl.load(logits + row * stride + ids, mask=real & weighs, other=float("-inf")).to(tl.float32)
+        temperature = v.temperature_of(floats, integers, slot)
+        _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+        least = _least_score(floats, slot, total, vocab)
+        above_all = (v.ordered(peak).to(tl.int64) + 1) << 32
+        if weighs:
+            x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+            weights = tl.exp(v.score(x, peak, temperature))
+            profile = profiles + row * STEPS * chunk_count
+            for step in tl.static_range(STEPS):
+                heavy = tl.where(x >= peak + temperature * (least * (1 - step / STEPS)), weights, 0.0)
+                tl.store(profile + step * chunk_count + chunk, tl.sum(tl.ravel(heavy), 0))
+            tl.debug_barrier()
+            if tl.atomic_add(counts + row * 2 + 1, 1) == chunk_count - 1:
+                steps = tl.arange(0, STEPS)
+                part = tl.arange(0, CHUNKS)
+                at = profile + steps[:, None] * chunk_count + part[None, :]
+                parts = tl.load(at, mask=(part < chunk_count)[None, :], other=0.0, cache_modifier=".cg")
+                reached = tl.sum(parts, 1).to(tl.float64)
+                logit = peak + temperature * (least * (1 - steps.to(tl.float32) / STEPS))
+                wanted = top_p * total.to(tl.float64)
+                # Sums of float32, so with a margin: whoever selects weighs exactly
+                low = tl.max(tl.where((reached >= wanted * 1.0001) | (steps == 0), _above_logit(logit), v.LOWEST), 0)
+                high = tl.min(tl.where(reached <= wanted * 0.9999, _above_logit(logit), above_all), 0)
+                tl.store(brackets + row * 2, low)
+                tl.store(brackets + row * 2 + 1, tl.maximum(low, high))
+        else:
+            low = _above_logit(peak + temperature * least)
+            if top_k > 0:
+                floor = _kth_maximum(maxima + row * groups, groups, top_k.to(tl.int32), GROUPS)
+                low = tl.maximum(floor << 32, v.LOWEST + 1)
+            tl.store(brackets + row * 2, low)
+            tl.store(brackets + row * 2 + 1, above_all)
+
+
+@triton.jit(do_not_specialize=["room"])
+def gather_candidates(
+    logits,
+    slots,
+    floats,
+    integers,
+    words,
+    biases,
+    counts,
+    brackets,
+    listed,
+    stride,
+    vocab,
+    room,
+    CHUNK_GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """listed [N, 2, room] int64: the keys of counts[row, 0] tokens in the first half."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     if v.integer(integers, slot, v.KIND) == v.WIDE:
-        # Asked for first, so that the memory works while the bounds are found
         group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
         ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
         real = ids < vocab
         x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
-        temperature = v.temperature_of(floats, integers, slot)
-        _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
-        top_k = v.integer(integers, slot, v.TOP_K)
-        floor = tl.full([], -(1 << 31), tl.int64)
-        least = tl.full([], float("-inf"), tl.float32)
-        if top_k > 0:
-            floor = _kth_maximum(maxima + row * groups, groups, top_k, GROUPS)
-        else:
-            top_p = v.number(floats, slot, v.TOP_P)
-            if top_p < 1:
-                # All tokens below this together are too light to matter
-                least = tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32))
-            least = tl.maximum(least, tl.log(v.number(floats, slot, v.MIN_P).to(tl.float32)))
-            least = least - 1e-3
         x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
-        taken = (v.score(x, peak, temperature) >= least) & (v.ordered(x) >= floor) & (x > float("-inf"))
-        of_groups = tl.sum(taken.to(tl.int32), 1)
+        floor = (tl.load(brackets + row * 2) >> 32).to(tl.int32)
+        taken = ((v.ordered(x) >= floor) & (x > float("-inf"))).to(tl.int32)
+        of_groups = tl.sum(taken, 1)
         many = tl.sum(of_groups, 0)
         if many > 0:
-            before = tl.atomic_add(counts + row, many)
-            place = before + (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
-            tl.store(listed + row * 2 * room + place, v.key_of(x, ids), mask=taken)
+            before = tl.atomic_add(counts + row * 2, many)
+            place = before + (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(taken, 1) - 1
+            tl.store(listed + row * 2 * room + place, v.key_of(x, ids), mask=taken > 0)
 
 
 @triton.jit
@@ -121,6 +190,17 @@ def _above(listed, count, thresholds, peak, temperature, WEIGHTS: tl.constexpr, 
 
 
 @triton.jit
+def _mass(listed, count, low, peak, temperature, BLOCK: tl.constexpr):
+    """int64: weight of the listed keys that reach `low`."""
+    columns = tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, count, BLOCK):
+        keys = tl.load(listed + start + columns, mask=start + columns < count, other=v.LOWEST)
+        found += tl.where(keys >= low, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
 def _narrow(low, high, thresholds, enough):
     """The bracket when `enough` [16] says which thresholds have enough above them; some has."""
     lower = tl.max(tl.where(enough, thresholds, low), 0)
@@ -129,22 +209,8 @@ def _narrow(low, high, thresholds, enough):
 
 
 @triton.jit
-def _extent(listed, count, BLOCK: tl.constexpr):
-    """The least of the listed keys, and the greatest plus 1."""
-    columns = tl.arange(0, BLOCK)
-    least = tl.full([BLOCK], v.HIGHEST, tl.int64)
-    most = tl.full([BLOCK], v.LOWEST, tl.int64)
-    for start in range(0, count, BLOCK):
-        at = start + columns
-        least = tl.minimum(least, tl.load(listed + at, mask=at < count, other=v.HIGHEST))
-        most = tl.maximum(most, tl.load(listed + at, mask=at < count, other=v.LOWEST))
-    return tl.min(least, 0), tl.max(most, 0) + 1
-
-
-@triton.jit
-def _kth_key(listed, count, k, BLOCK: tl.constexpr):
-    """The k-th greatest of the listed keys."""
-    low, high = _extent(listed, count, BLOCK)
+def _kth_key(listed, count, low, high, k, BLOCK: tl.constexpr):
+    """The k-th greatest of the listed keys, which is in low .. high - 1."""
     by_key = False
     while high - 1 != low:
         thresholds = _thresholds(low, high, by_key)
@@ -163,6 +229,7 @@ def select(
     integers,
     statistics,
     counts,
+    brackets,
     listed,
     ids_out,
     support,
@@ -183,33 +250,26 @@ def select(
         _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
         open = listed + row * 2 * room
         taken = open + room
-        many = tl.load(counts + row)  # undecided
-        top_k, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
-        low = tl.full([], v.LOWEST + 1, tl.int64)
-        high = tl.full([], v.HIGHEST, tl.int64)
-        wanted = tl.full([], float("inf"), tl.float64)
-        if top_p < 1:
-            low, high = _extent(open, many, PART)
-        if (top_k > 0) & (many > top_k):
-            low = _kth_key(open, many, top_k, BLOCK)
-        if top_p < 1:
-            wanted = total.to(tl.float64) * v.UNIT
-            if top_k > 0:
-                wanted = tl.max(
-                    _above(open, many, tl.zeros([THRESHOLDS], tl.int64) + low, peak, temperature, True, BLOCK), 0
-                ).to(tl.float64)
-            wanted = wanted * top_p
+        many = tl.load(counts + row * 2)  # undecided
+        low, high = tl.load(brackets + row * 2), tl.load(brackets + row * 2 + 1)
+        count, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
+        weighed = total.to(tl.float64) * v.UNIT
+        if (count > 0) & (many > AT_ONCE):
+            if many > count:
+                low = _kth_key(open, many, low, high, count, BLOCK)
+            weighed = _mass(open, many, low, peak, temperature, PART).to(tl.float64)
+            count = tl.full([], 0, tl.int64)
         few = tl.full([], 0, tl.int32)  # taken
         heavy = tl.full([], 0, tl.int64)  # their weight
         last = tl.full([], v.HIGHEST, tl.int64)
         by_key = False
         offsets = tl.arange(0, PART)
-        while many > 0:
+        while many > AT_ONCE:
             lower, upper = low, low
-            if (top_p < 1) & (many > 1):
+            if top_p < 1:
                 thresholds = _thresholds(low, high, by_key)
                 above = heavy + _above(open, many, thresholds, peak, temperature, True, BLOCK)
-                enough = above.to(tl.float64) >= wanted
+                enough = above.to(tl.float64) >= weighed * top_p
                 if tl.max(enough.to(tl.int32), 0) > 0:
                     lower, upper = _narrow(low, high, thresholds, enough)
             left = 0
@@ -245,9 +305,24 @@ def select(
             many = left
             low = tl.maximum(lower, least)
             high = tl.minimum(upper, most + 1)
+        if many > 0:
+            at = tl.arange(0, AT_ONCE)
+            keys = tl.load(open + at, mask=at < many, other=v.LOWEST)
+            place, before = best.places(open, many, keys, peak, temperature, TURN)
+            among = keys >= low
+            if count > 0:
+                among = among & (place < count)
+                weights = v.weight(v.score(v.value_of(keys), peak, temperature))
+                weighed = tl.sum(tl.where(among, weights, 0), 0).to(tl.float64)
+            if top_p < 1:
+                among = among & ((heavy + before).to(tl.float64) < weighed * top_p)
+            tl.store(taken + few + tl.cumsum(among.to(tl.int32), 0) - 1, keys, mask=among)
+            few += tl.sum(among.to(tl.int32), 0)
+            last = tl.minimum(last, tl.min(tl.where(among, keys, v.HIGHEST), 0))
+            tl.debug_barrier()
         seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
         min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
-        best = tl.full([], float("-inf"), tl.float32)
+        reach = tl.full([], float("-inf"), tl.float32)
         chosen = tl.full([], 0x7FFFFFFF, tl.int32)
         heavy = tl.full([], 0, tl.int64)
         for start in range(0, few, PART):
@@ -259,8 +334,8 @@ def select(
             noisy = tl.where(kept, scores + noise.gumbel(ids, position, seed, FAST), float("-inf"))
             found, id = v.first_of_best(noisy, ids)
             id = tl.where(found > float("-inf"), id, 0x7FFFFFFF)
-            chosen = tl.where(found > best, id, tl.where(found == best, tl.minimum(id, chosen), chosen))
-            best = tl.maximum(best, found)
+            chosen = tl.where(found > reach, id, tl.where(found == reach, tl.minimum(id, chosen), chosen))
+            reach = tl.maximum(reach, found)
             heavy += tl.sum(tl.where(kept, v.weight(scores), 0), 0)
         tl.store(ids_out + row, chosen.to(tl.int64))
         if PROCESSED:

@@ -68,9 +68,15 @@ def adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS: 
 
 
 @triton.jit
+def inverse(temperature):
+    """1 / temperature, finite: many quotients for one."""
+    return tl.minimum(1.0 / temperature, 3e38)
+
+
+@triton.jit
 def score(x, peak, temperature):
     """(x - peak) / temperature; 0 for the peak, infinite or not."""
-    relative = tl.where(x == peak, 0.0, (x - peak) / temperature)
+    relative = tl.where(x == peak, 0.0, (x - peak) * inverse(temperature))
     return tl.where(x == float("-inf"), float("-inf"), relative)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import values as v
-from .best import AT_ONCE
+from .best import SCRATCH
+from .selecting import STEPS
 
 #: Groups of 128 logits that a program reads.
 CHUNK_GROUPS = 32
@@ -32,8 +33,10 @@ class Workspace:
         self.maxima, self.raw_maxima = (empty(self.groups, dtype=torch.float32) for _ in range(2))
         self.statistics = empty(v.STATISTICS.value, self.chunks, dtype=torch.float32)
         self.chunk_ids = empty(v.IDS.value, self.chunks, dtype=torch.int32)
-        self.counts = empty(dtype=torch.int32)
-        self.candidates = empty(AT_ONCE.value, dtype=torch.int32)
+        self.counts = empty(2, dtype=torch.int32)
+        self.profiles = empty(STEPS.value, self.chunks, dtype=torch.float32)
+        self.brackets = empty(2, dtype=torch.int64)
+        self.candidates = empty(SCRATCH.value, dtype=torch.int64)
         self.support = empty(dtype=torch.int64)
         self.mass = empty(dtype=torch.float32)
         self._listed: Tensor | None = None

@@ -50,7 +50,7 @@ def measure(path: Path) -> None:
     runs: dict[str, Callable[[], Rows]] = {
         "ops": ops.run,
         "decode": lambda: attention_decode.run([64], ["bfloat16", "int8", "float8_e4m3fn"]),
-        "prefill": lambda: attention_prefill.run(turns=4, milliseconds=60),
+        "prefill": lambda: attention_prefill.run(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode():

@@ -277,7 +277,8 @@ def test_interpreted_lse_and_what_sees_nothing() -> None:
     lse = torch.full((4, q.shape[0]), math.nan)
     plan = case.backend().plan(rows, case.layer, {})
     entries = Entries(cache.tensors["k"], cache.tensors["v"], table=rows.page_table)
-    plan.path.launch(Forward(q, entries, plan.schedule, plan.mixing, plan.path.tiling, torch.empty_like(q), lse=lse))
+    (only,) = plan.passes
+    only.path.launch(Forward(q, entries, only.schedule, plan.mixing, only.path.tiling, torch.empty_like(q), lse=lse))
     truth = case.truth()[1]
     assert torch.equal(lse.isinf(), truth.isinf())
     torch.testing.assert_close(lse.double(), truth, atol=5e-6, rtol=0)
@@ -705,8 +706,9 @@ class TestOnGpu:
         plan = case.backend().plan(rows, case.layer, {})
         entries = Entries(cache.tensors["k"], cache.tensors["v"], table=rows.page_table)
         out = torch.empty_like(q)
-        tiling = plan.path.tiling
-        plan.path.launch(Forward(q, entries, plan.schedule, plan.mixing, tiling, out, lse=lse, sinks=sinks))
+        (only,) = plan.passes
+        tiling = only.path.tiling
+        only.path.launch(Forward(q, entries, only.schedule, plan.mixing, tiling, out, lse=lse, sinks=sinks))
         truth = case.truth()[1]
         assert torch.equal(lse.isinf(), truth.isinf())
         torch.testing.assert_close(lse.double(), truth, atol=1e-4, rtol=0)

@@ -21,8 +21,8 @@ from ..widening import format_of
 from .options import FlashAttention2Options, KernelName
 from .paths import Path, choose_path, hopper_refusals
 from .problem import Entries, Forward, Mixing
-from .schedule import Schedule, make_schedule
-from .unpacking import MOST_ENTRIES, Unpacked, make_room
+from .schedule import Part, Schedule, make_schedule
+from .unpacking import Room, make_rooms, workspace_entries
 
 DTYPES = ("bfloat16", "float16")
 #: Under Triton's interpreter, which serves tests on CPUs; its bfloat16 products are wrong.
@@ -33,6 +33,16 @@ MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
+class Pass:
+    """Some rows' tiles, and the kernel that takes them."""
+
+    path: Path
+    schedule: Schedule
+    #: Where quantized K/V are unpacked for the kernel; None: it reads them as they are.
+    room: Room | None
+
+
+@dataclass(frozen=True)
 class FlashPlan:
     """A step's tiles for one kind of layer."""
 
@@ -40,10 +50,7 @@ class FlashPlan:
     mixing: Mixing
     page_table: Tensor
     sinks: bool
-    path: Path
-    schedule: Schedule
-    #: Where quantized K/V are unpacked for the path's kernel; None: it reads them as they are.
-    unpacked: Unpacked | None
+    passes: tuple[Pass, ...]
 
 
 class FlashAttention2(AttentionBackend[FlashPlan]):
@@ -104,12 +111,12 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
         return (KVLayout(name="nhd", tensors=tensors),)
 
     def workspace(self) -> Sequence[TensorSpec]:
-        """Room for unpacked K/V of the longest row, if that is at most `unpacking.MOST_ENTRIES` long."""
+        """Room for unpacked K/V of all rows, up to `unpacking.MOST_ENTRIES`."""
         need = self._need
         layers = [layer for layer in dict.fromkeys(need.layers) if self._unpacks(layer)]
         if not layers:
             return ()
-        entries = -(-min(need.max_length, MOST_ENTRIES) // need.page_size) * need.page_size
+        entries = workspace_entries(need.max_rows, need.max_length, need.page_size)
         shape = (entries * max(layer.kv_heads * layer.head_size for layer in layers),)
         return tuple(TensorSpec(name=name, shape=shape, dtype=need.dtype) for name in ("unpacked_k", "unpacked_v"))
 
@@ -128,12 +135,19 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
             window=layer.window,
             softcap=layer.softcap,
         )
-        unpacked = None
+        rooms: list[Room] = []
         if self._unpacks(layer):
-            rooms = workspace["unpacked_k"], workspace["unpacked_v"]
-            unpacked = make_room(rows, mixing, self._need.page_size, *rooms)
-        kernel = "portable" if self._format and unpacked is None else self._kernel
-        path = choose_path(kernel, self._need.device.capability, self._need.dtype, layer.head_size)
+            rooms = make_rooms(rows, mixing, self._need.page_size, workspace["unpacked_k"], workspace["unpacked_v"])
+        passes = [self._pass("hopper", rows, mixing, room.part, room) for room in rooms]
+        if not rooms:
+            kernel = "portable" if self._format else self._kernel
+            passes.append(self._pass(kernel, rows, mixing, Part(0, rows.bounds.rows)))
+        elif rows.bounds.max_kv > rooms[0].stride:
+            passes.append(self._pass("portable", rows, mixing, Part(0, rows.bounds.rows, above=rooms[0].stride)))
+        return FlashPlan(rows.bounds, mixing, rows.page_table, layer.sinks, tuple(passes))
+
+    def _pass(self, kernel: KernelName, rows: Rows, mixing: Mixing, part: Part, room: Room | None = None) -> Pass:
+        path = choose_path(kernel, self._need.device.capability, self._need.dtype, mixing.head_size)
         tiling = path.tiling
         schedule = make_schedule(
             rows.query_start,
@@ -142,9 +156,10 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
             max_query=rows.bounds.max_query,
             tile_tokens=tiling.rows // mixing.packed_heads(tiling.rows),
             block=tiling.block,
-            window=layer.window,
+            window=mixing.window,
+            part=part,
         )
-        return FlashPlan(rows.bounds, mixing, rows.page_table, layer.sinks, path, schedule, unpacked)
+        return Pass(path, schedule, room)
 
     def forward(
         self,
@@ -161,10 +176,10 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
         if plan.sinks != (sinks is not None):
             raise PegboardError("the layer has sinks and none were given" if plan.sinks else "sinks without need")
         entries = _entries(cache, plan.page_table, self._format)
-        if plan.unpacked is not None:
-            entries = plan.unpacked.fill(entries, plan.mixing)
         out = torch.empty(expected, dtype=q.dtype, device=q.device)
-        plan.path.launch(Forward(q, entries, plan.schedule, plan.mixing, plan.path.tiling, out, sinks=sinks))
+        for each in plan.passes:
+            seen = entries if each.room is None else each.room.fill(entries, plan.mixing)
+            each.path.launch(Forward(q, seen, each.schedule, plan.mixing, each.path.tiling, out, sinks=sinks))
         return out
 
 

@@ -136,6 +136,19 @@ def _clean(buffer, block, lowest, kv_len, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def _facts(record):
+    return (
+        gl.load(record + FIRST_TOKEN),
+        gl.load(record + TOKENS),
+        gl.load(record + POSITION),
+        gl.load(record + KV_LEN),
+        gl.load(record + FIRST_BLOCK),
+        gl.load(record + END_BLOCK),
+        gl.load(record + LOWEST),
+    )
+
+
+@gluon.jit
 def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr):
     o_desc, o_ptr, lse_ptr, sinks_ptr, tokens = stores
     tiles_ptr, count_ptr, groups, _ = work
@@ -166,6 +179,9 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
     turn = 0
     rounds = rounds_of(gl.load(count_ptr) * groups)
 
+    tile = tile_of(0)
+    group = tile % groups
+    facts = _facts(tiles_ptr + gl.where(rounds > 0, tile // groups, 0) * FIELDS)
     # QK of a tile's last block, the first to be looked at, runs beside the end of the tile before
     mbarrier.wait(q_full.index(0), 0, pred=rounds > 0)
     mbarrier.wait(k_full.index(0), 0, pred=rounds > 0)
@@ -175,16 +191,10 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
     s = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(k_free.index(0), count=1)
     for index in range(rounds):
-        tile = tile_of(index)
-        group = tile % groups
-        record = tiles_ptr + (tile // groups) * FIELDS
-        first_token = gl.load(record + FIRST_TOKEN)
-        valid = gl.load(record + TOKENS)
-        first_position = gl.load(record + POSITION)
-        kv_len = gl.load(record + KV_LEN)
-        first_block = gl.load(record + FIRST_BLOCK)
-        end_block = gl.load(record + END_BLOCK)
-        lowest = gl.load(record + LOWEST)
+        first_token, valid, first_position, kv_len, first_block, end_block, lowest = facts
+        more = index + 1 < rounds
+        next_tile = gl.where(more, tile_of(index + 1), 0)
+        next_record = tiles_ptr + (next_tile // groups) * FIELDS
         sight = (first_position + query, kv_len)
         slot = step % STAGES
         phase = (step // STAGES) & 1
@@ -224,7 +234,6 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         mbarrier.arrive(q_free.index(index % 2), count=1)
 
         # PV of the tile's first block, QK of the next tile's last. What QK gives if there is none is not used
-        more = index + 1 < rounds
         side = (index + 1) % 2
         slot = step % STAGES
         phase = (step // STAGES) & 1
@@ -245,6 +254,7 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         product = warpgroup_mma(q, k.permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.arrive(turns.index(1 - which), count=1)
         turn += 1
+        facts = _facts(next_record)  # ahead, because memory is far
         seen_any = total > 0
         if SINKS:
             head = group * HEADS + (gl.arange(0, GROUP_ROWS, layout=row_layout) % HEADS)
@@ -280,6 +290,7 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
             gl.store(o_ptr + place, acc.to(dtype), mask=mask)
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_free.index(ahead), count=1, pred=more)
+        group = next_tile % groups
     tma.store_wait(0)
 
 

@@ -16,10 +16,12 @@ GROUP_ROWS = gl.constexpr(64)
 
 @gluon.jit
 def tile_of(index):
-    """The index-th tile of this program. Odd rounds go backwards, so that nobody has the longest one in every round."""
-    program = gl.program_id(0)
+    """The index-th tile of this program. Odd rounds go backwards, and each pair of rounds begins a quarter further on,
+    so that nobody has the longest one in every round or pair."""
     programs = gl.num_programs(0)
-    return index * programs + gl.where(index % 2 == 1, programs - 1 - program, program)
+    place = gl.program_id(0) + index // 2 % 4 * (programs // 4)
+    place -= gl.where(place >= programs, programs, 0)
+    return index * programs + gl.where(index % 2 == 1, programs - 1 - place, place)
 
 
 @gluon.jit

@@ -8,6 +8,8 @@ that see most blocks of entries first, so that none is left with a long one at t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -45,6 +47,15 @@ class Schedule:
         return self.tiles.shape[0]
 
 
+class Part(NamedTuple):
+    """Which rows a schedule is of: first_row <= row < end_row with above < kv_len <= most."""
+
+    first_row: int
+    end_row: int
+    above: int = -1
+    most: int = EVERYTHING
+
+
 def tile_limit(rows: int, tokens: int, max_query: int, tile_tokens: int) -> int:
     """The most tiles that rows of at most `max_query` queries and `tokens` in all can have; at least 1."""
     return max(1, min(tokens // tile_tokens + rows, rows * -(-max_query // tile_tokens)))
@@ -60,9 +71,12 @@ def make_schedule(
     block: int,
     causal: bool = True,
     window: int | None = None,
+    part: Part | None = None,
 ) -> Schedule:
-    """query_start [R+1] and kv_len [R] int32; tiles of `tile_tokens` queries, blocks of `block` entries."""
-    rows = kv_len.shape[0]
+    """query_start [R+1] and kv_len [R] int32; tiles of `tile_tokens` queries, blocks of `block` entries. None: all
+    rows."""
+    part = part or Part(0, kv_len.shape[0])
+    rows = part.end_row - part.first_row
     limit = tile_limit(rows, tokens, max_query, tile_tokens)
     tiles = torch.empty(limit, FIELDS.value, dtype=torch.int32, device=kv_len.device)
     count = torch.empty(1, dtype=torch.int32, device=kv_len.device)
@@ -73,7 +87,10 @@ def make_schedule(
         kv_len,
         tiles,
         count,
-        rows,
+        part.first_row,
+        part.end_row,
+        part.above,
+        part.most,
         min(window or 0, EVERYTHING),
         TILE=tile_tokens,
         BLOCK=block,
@@ -102,12 +119,25 @@ def _tiles_above(cost, queries, kv_len, longest, TILE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def _rows(query_start_ptr, kv_len_ptr, row, inside, above, most):
+    """(first token, queries, kv_len) of rows; no queries for those of other kernels."""
+    first_token = tl.load(query_start_ptr + row, mask=inside, other=0)
+    kv_len = tl.load(kv_len_ptr + row, mask=inside, other=0)
+    queries = tl.load(query_start_ptr + row + 1, mask=inside, other=0) - first_token
+    return first_token, tl.where((kv_len > above) & (kv_len <= most), queries, 0), kv_len
+
+
+# Rows of a part change from launch to launch: they are no reason to compile anew
+@triton.jit(do_not_specialize=["first_row", "end_row", "above", "most"])
 def _schedule(
     query_start_ptr,
     kv_len_ptr,
     tiles_ptr,
     count_ptr,
-    rows,
+    first_row,
+    end_row,
+    above,
+    most,
     window,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,11 +147,9 @@ def _schedule(
     ROW_BLOCK: tl.constexpr,
 ):
     """Each program ranks PROGRAM_TILES tiles of one row among those of all rows, and writes them at their rank."""
-    row = tl.program_id(0)
+    row = first_row + tl.program_id(0)
     tile = tl.program_id(1) * PROGRAM_TILES + tl.arange(0, PROGRAM_TILES)
-    first_token = tl.load(query_start_ptr + row)
-    queries = tl.load(query_start_ptr + row + 1) - first_token
-    kv_len = tl.load(kv_len_ptr + row)
+    first_token, queries, kv_len = _rows(query_start_ptr, kv_len_ptr, row, row < end_row, above, most)
     tiles = tl.cdiv(queries, TILE)
     longest = 2147483647
     if WINDOW:
@@ -143,17 +171,14 @@ def _schedule(
     cost = tl.minimum(end_block, longest)
     rank = tile - (tiles - _tiles_above(cost - 1, queries, kv_len, longest, TILE, BLOCK, CAUSAL))
     count = 0
-    for start in range(0, rows, ROW_BLOCK):
+    for start in range(first_row, end_row, ROW_BLOCK):
         other = start + tl.arange(0, ROW_BLOCK)
-        inside = other < rows
-        other_start = tl.load(query_start_ptr + other, mask=inside, other=0)
-        other_queries = tl.load(query_start_ptr + other + 1, mask=inside, other=0) - other_start
-        other_kv = tl.load(kv_len_ptr + other, mask=inside, other=0)
+        _, other_queries, other_kv = _rows(query_start_ptr, kv_len_ptr, other, other < end_row, above, most)
         count += tl.sum(tl.cdiv(other_queries, TILE))
-        above = _tiles_above(cost[:, None], other_queries[None], other_kv[None], longest, TILE, BLOCK, CAUSAL)
+        costlier = _tiles_above(cost[:, None], other_queries[None], other_kv[None], longest, TILE, BLOCK, CAUSAL)
         least = _tiles_above(cost[:, None] - 1, other_queries[None], other_kv[None], longest, TILE, BLOCK, CAUSAL)
-        rank += tl.sum(tl.where(other[None] < row, least, above), 1)
-    if (row == 0) & (tl.program_id(1) == 0):
+        rank += tl.sum(tl.where(other[None] < row, least, costlier), 1)
+    if (row == first_row) & (tl.program_id(1) == 0):
         tl.store(count_ptr, count)
 
     record = tiles_ptr + rank.to(tl.int64) * FIELDS

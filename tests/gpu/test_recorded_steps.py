@@ -71,7 +71,7 @@ def test_the_same_bits_as_kernel_by_kernel(path: Path, make_engine: Callable[...
         engine = make_engine(path, cuda_graphs=recorded, **SETTINGS)
         turns = []
         for salt in "abc":
-            outputs = [engine.generate(Request(r.prompt, sampling=r.sampling, salt=salt)) for r in requests(12)]
+            outputs = [engine.generate(Request(prompt=r.prompt, sampling=r.sampling, salt=salt)) for r in requests(12)]
             turns.append(told(outputs))
         assert turns[0] == turns[1] == turns[2]
         assert (graphs_of(engine) > 0) == recorded
@@ -86,7 +86,7 @@ def test_mixed_traffic_in_batch_invariant_parts(path: Path, make_engine: Callabl
     expected = told(make_engine(path, cuda_graphs=False, **settings | {"run_ahead": 0}).generate(requests(40)))
     engine = make_engine(path, **settings)
     for salt in "ab":
-        again = engine.generate([Request(r.prompt, sampling=r.sampling, salt=salt) for r in requests(40)])
+        again = engine.generate([Request(prompt=r.prompt, sampling=r.sampling, salt=salt) for r in requests(40)])
         assert [ids for ids, _ in told(again)] == [ids for ids, _ in expected]
 
 
@@ -174,7 +174,7 @@ def test_two_engines_record_side_by_side(path: Path, make_engine: Callable[..., 
 
     def work(index: int) -> None:
         for salt in "abc":
-            asked = [Request(r.prompt, sampling=r.sampling, salt=salt) for r in requests(16)]
+            asked = [Request(prompt=r.prompt, sampling=r.sampling, salt=salt) for r in requests(16)]
             found[index] = told(engines[index].generate(asked))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
@@ -201,7 +201,7 @@ def test_nothing_waits_on_the_step_path(path: Path, make_engine: Callable[..., A
     engine.generate(requests(24))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        again = engine.generate([Request(r.prompt, sampling=r.sampling, salt="again") for r in requests(24)])
+        again = engine.generate([Request(prompt=r.prompt, sampling=r.sampling, salt="again") for r in requests(24)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(output.error is None for output in again)

@@ -79,7 +79,7 @@ def test_long_random_traffic(path: Path, make_engine: Callable[..., Any]) -> Non
             assert found.error is None
             if found.finish_reason != "abort":
                 assert len(found.token_ids) == request.sampling.max_tokens
-        told = [engine.generate(Request(r.prompt, sampling=r.sampling, salt=str(steps.count))) for r in sample]
+        told = [engine.generate(Request(prompt=r.prompt, sampling=r.sampling, salt=str(steps.count))) for r in sample]
         ids = [output.raise_for_error().token_ids for output in told]
         first = first or ids
         assert ids == first

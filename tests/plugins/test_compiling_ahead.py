@@ -79,6 +79,18 @@ def test_each_kernel_compiles_once(compiled: list[str]) -> None:
     assert compilation.over()
 
 
+def test_waiting_for_all_but_some(compiled: list[str]) -> None:
+    compilation = Compilation()
+    compilation.rehearse(launches(64, 32, 16))
+    compilation.wait(left=1)
+    assert len(compiled) >= 2
+    compilation.wait(left=0)
+    assert len(compiled) == 3
+    compilation.rehearse(launches(64, 8))
+    compilation.wait(left=0)
+    assert len(compiled) == 4
+
+
 def test_a_launch_meanwhile_waits_for_its_kernel(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     compile_one = triton.compiler.compile

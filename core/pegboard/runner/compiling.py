@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import copy_context
 from typing import Any
 
@@ -37,9 +37,17 @@ class Compilation:
         self._end = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def rehearse(self, work: Callable[[], object]) -> None:
-        """Runs `work` in this thread."""
+        """Runs `work` in this thread. Compiling begins when it is over: both want Python's lock."""
         with _REHEARSING, _launches_only_compile(), _ZeroFilled():
             self._context.run(work)
+        for kernel in self._mode.kernels.values():
+            kernel.start()
+
+    def wait(self, left: int) -> None:
+        """Until no more than `left` kernels are not compiled yet."""
+        futures = [kernel.future for kernel in self._mode.kernels.values()]
+        for _ in zip(range(len(futures) - left), as_completed(futures), strict=False):
+            pass
 
     def over(self) -> bool:
         """Whether all that was noted is compiled. It is then loaded on the current device, as a recording needs it. A
@@ -58,13 +66,19 @@ def _noting_mode(pool: ThreadPoolExecutor) -> Any:
 
     class Pending(FutureKernel):  # type: ignore[misc]
         kernel: Any
+        #: None: nobody compiles it yet.
+        future: Any
 
         def __init__(self, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> None:
-            super().__init__(finalize_fn, pool.submit(compile_fn))
+            super().__init__(finalize_fn, None)
             self._compile_fn = compile_fn
 
+        def start(self) -> None:
+            if self.future is None:
+                self.future = pool.submit(self._compile_fn)
+
         def result(self, ignore_errors: bool = False) -> Any:
-            if self.kernel is None and self.future.cancelled():
+            if self.kernel is None and (self.future is None or self.future.cancelled()):
                 self.kernel = self._compile_fn()
                 self.finalize_compile(self.kernel)
             return super().result(ignore_errors)

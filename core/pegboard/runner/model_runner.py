@@ -23,7 +23,7 @@ from .batching import most_packed, pack
 from .compiling import Compilation
 from .device_state import DeviceState
 from .recording import Recordings, ResultT
-from .rehearsal import choice_key, rehearse
+from .rehearsal import Rehearsal, choice_key, shapes_ahead
 from .step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
 from .stepping import Chosen, Computed, RunnerParts, Stepping
 from .tickets import Ticket
@@ -111,21 +111,24 @@ class ModelRunner:
         ConfigError: the largest step needs more memory than there is."""
         if self._recordings is None or not self._capturable(decode=True, prefill=True):
             return
-        self._compilation = Compilation()
+        compilation = self._compilation = Compilation()
+        first, rest = shapes_ahead(self._limits)
+        rehearsal = Rehearsal(self._stepping, self._parts.sampler, self._limits)
 
         def vector(shape: StepShape) -> Tensor:
             return self._uploads.send(pack([], 0, shape, self._state.idle))
 
-        def work() -> None:
-            self._ahead = rehearse(self._stepping, self._parts.sampler, self._limits, vector)
-
         try:
-            self._compilation.rehearse(work)
+            compilation.rehearse(lambda: rehearsal.run(first, vector, every_choice=False))
+            # One kernel takes longest by far: the lock is free while it is optimised
+            compilation.wait(left=1)
+            compilation.rehearse(lambda: rehearsal.run(rest, vector))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of {self._limits.step_tokens} tokens does not fit beside weights and cache: {error}",
                 ["lower kv_memory, max_step_tokens or max_rows"],
             ) from error
+        self._ahead = rehearsal.done
 
     def _settle_rehearsal(self) -> None:
         if self._compilation is not None and self._recordings is not None and self._compilation.over():

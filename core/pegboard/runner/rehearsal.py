@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import combinations
 
 import torch
@@ -26,11 +26,11 @@ _CHOICES = (
 )
 
 
-def shapes_ahead(limits: Limits) -> list[StepShape]:
-    """The first prompt and the first token first."""
+def shapes_ahead(limits: Limits) -> tuple[list[StepShape], list[StepShape]]:
+    """Those of a first request, and the others."""
     short = min(16, limits.length)
-    wanted = [_shape(0, 1, 16, short), _shape(1, 0, 0, short)]
-    wanted += [_shape(rows, 0, 0, short) for rows in range(2, limits.rows + 1)]
+    first = [_shape(0, 1, 16, short), _shape(1, 0, 0, short)]
+    wanted = [_shape(rows, 0, 0, short) for rows in range(2, limits.rows + 1)]
     reach = short
     while reach < limits.length:
         reach = min(4 * reach, limits.length)
@@ -41,7 +41,8 @@ def shapes_ahead(limits: Limits) -> list[StepShape]:
     several = [count for count in _PROMPTS_AT_ONCE if count <= min(limits.rows, some)]
     wanted += [_shape(0, count, some, short) for count in several]
     wanted += [_shape(rows, several[:2][-1], some, short) for rows in (1, min(16, limits.rows), limits.rows)]
-    return list(dict.fromkeys(shape for shape in (padded_shape(one, limits) for one in wanted) if shape is not None))
+    padded = [dict.fromkeys(filter(None, (padded_shape(one, limits) for one in some))) for some in (first, wanted)]
+    return list(padded[0]), [shape for shape in padded[1] if shape not in padded[0]]
 
 
 def _shape(decode: int, prompts: int, tokens: int, reach: int, samples: int | None = None) -> StepShape:
@@ -59,32 +60,39 @@ def _bounds(rows: int, tokens: int, query: int, reach: int) -> Bounds:
     return Bounds(rows=rows, tokens=tokens, max_query=query, min_query=1, max_kv=reach)
 
 
-def rehearse(
-    stepping: Stepping, sampler: Sampler, limits: Limits, vector_of: Callable[[StepShape], Tensor]
-) -> set[Hashable]:
-    """Runs steps of idle rows, `vector_of` a shape each; the keys of recordings that this was a rehearsal for."""
-    shapes, done = shapes_ahead(limits), set[Hashable]()
-    choices = list(_choices(sampler, limits)) if sampler.capturable else []
-    #: Of the most choices
-    widest: Tensor | None = None
-    for shape in shapes:
-        computed = stepping.compute(shape, vector_of(shape))
-        done.add(shape)
-        if computed.logits is not None and choices:
-            done.add(_choose(stepping, sampler, computed, choices[0]))
-            widest = computed.logits if widest is None or len(widest) < len(computed.logits) else widest
-    if widest is not None:
-        for count in sorted({shape.samples for shape in shapes} - {0}):
-            idle = torch.full((count,), limits.rows, device=widest.device)
-            computed = Computed(None, widest[:count], idle, torch.zeros_like(idle))
-            done.update(_choose(stepping, sampler, computed, slots) for slots in choices[1:] if len(slots) <= count)
-    return done
+class Rehearsal:
+    """Runs steps of idle rows. `done`: what may be recorded after that, as `Recordings` names it."""
 
+    def __init__(self, stepping: Stepping, sampler: Sampler, limits: Limits) -> None:
+        self._stepping, self._sampler, self._idle = stepping, sampler, limits.rows
+        self._choices = list(_choices(sampler, limits)) if sampler.capturable else []
+        self.done: set[Hashable] = set()
 
-def _choose(stepping: Stepping, sampler: Sampler, computed: Computed, slots: tuple[int, ...]) -> Hashable:
-    key = sampler.graph_key(slots)
-    stepping.choose(computed, slots, key)
-    return choice_key(len(computed.slots), key)
+    def run(
+        self, shapes: Sequence[StepShape], vector_of: Callable[[StepShape], Tensor], *, every_choice: bool = True
+    ) -> None:
+        """`vector_of`: what a step of such a shape is told. `every_choice`: each way to choose is tried at each number
+        of choices, not the greedy one alone."""
+        #: Of the most choices
+        widest: Tensor | None = None
+        for shape in shapes:
+            computed = self._stepping.compute(shape, vector_of(shape))
+            self.done.add(shape)
+            if computed.logits is not None and self._choices:
+                self._choose(computed, self._choices[0])
+                widest = computed.logits if widest is None or len(widest) < len(computed.logits) else widest
+        if widest is not None and every_choice:
+            for count in sorted({shape.samples for shape in shapes} - {0}):
+                idle = torch.full((count,), self._idle, device=widest.device)
+                computed = Computed(None, widest[:count], idle, torch.zeros_like(idle))
+                for slots in self._choices[1:]:
+                    if len(slots) <= count:
+                        self._choose(computed, slots)
+
+    def _choose(self, computed: Computed, slots: tuple[int, ...]) -> None:
+        key = self._sampler.graph_key(slots)
+        self._stepping.choose(computed, slots, key)
+        self.done.add(choice_key(len(computed.slots), key))
 
 
 def choice_key(samples: int, key: Hashable) -> Hashable:

@@ -17,7 +17,7 @@ from pegboard.registry.parts import Part
 from pegboard.request import Request
 from pegboard.runner import LocalExecutor
 from pegboard.runner.batching import pack
-from pegboard.runner.rehearsal import rehearse, shapes_ahead
+from pegboard.runner.rehearsal import Rehearsal, shapes_ahead
 from pegboard.runner.step_shape import Limits, StepShape
 from pegboard.testing.tiny import tiny_model
 from pegboard_attention.torch_backend import TorchAttention
@@ -64,13 +64,11 @@ class Parts:
 
 
 def run_ahead(runner: Any) -> set[Any]:
+    rehearsal = Rehearsal(runner._stepping, runner.parts.sampler, runner._limits)
     with torch.inference_mode():
-        return rehearse(
-            runner._stepping,
-            runner.parts.sampler,
-            runner._limits,
-            lambda shape: torch.from_numpy(pack([], 0, shape, runner._state.idle)),
-        )
+        for shapes in shapes_ahead(runner._limits):
+            rehearsal.run(shapes, lambda shape: torch.from_numpy(pack([], 0, shape, runner._state.idle)))
+    return rehearsal.done
 
 
 @pytest.fixture
@@ -117,7 +115,7 @@ def test_the_steps_of_requests_were_rehearsed(engine: Any) -> None:
 def test_every_way_to_choose_is_tried_at_every_count(engine: Any) -> None:
     runner = engine._phases.executor._runner
     run_ahead(runner)
-    counts = {shape.samples for shape in shapes_ahead(runner._limits)} - {0}
+    counts = {shape.samples for shapes in shapes_ahead(runner._limits) for shape in shapes} - {0}
     for count in counts:
         found = {features for rows, features in Recordable.asked if rows == count}
         assert frozenset() in found or any("noise" not in features for features in found)
@@ -134,7 +132,8 @@ def test_every_way_to_choose_is_tried_at_every_count(engine: Any) -> None:
     ],
 )
 def test_shapes_keep_the_limits(limits: Limits) -> None:
-    shapes: Sequence[StepShape] = shapes_ahead(limits)
+    first, rest = shapes_ahead(limits)
+    shapes: Sequence[StepShape] = [*first, *rest]
     assert len(set(shapes)) == len(shapes)
     assert any(shape.prefill is None for shape in shapes)
     for shape in shapes:

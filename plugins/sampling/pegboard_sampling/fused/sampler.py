@@ -177,7 +177,7 @@ class FusedSampler(Sampler):
                 CHUNK_GROUPS=CHUNK_GROUPS,
                 **sizes,
                 FAST=self._fast,
-                num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
+                num_warps=_READ_WARPS,
             )
             gather_candidates[(work.chunks, count)](
                 logits,

@@ -1,4 +1,5 @@
-"""What the fused sampler compiles to, on machines without a GPU: nothing spills, the logits are read widely."""
+"""What the fused sampler compiles to, on machines without a GPU: nothing spills, the logits are read widely, and no
+kernel is so large that it takes seconds to compile."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from pegboard_sampling.fused.sampler import FusedSampler
 
 CAPABILITIES = [90, pytest.param(80, marks=pytest.mark.full)]
 VOCAB = 128256
+#: Compiling takes time by what has to be laid out (lines of Triton's last representation) and assembled. A sorting
+#: network of 1024 keys alone has 2500 lines and takes 4 s.
+MOST_LINES, MOST_INSTRUCTIONS = 3000, 8000
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "noise": {},
@@ -54,3 +58,5 @@ def test_nothing_spills(compile_for: Callable[..., Any], capability: int, dtype:
     if kind in ("greedy", "few", "wide"):
         assert made[0].instructions["LDG"] <= 8 + 8, "16 bytes a load: 4096 logits by 128 threads are 8, and parameters"
     assert all(one.stack == 0 for one in made)
+    assert all(one.layouts.count("\n") < MOST_LINES for one in made)
+    assert all(one.instructions.total() < MOST_INSTRUCTIONS for one in made)

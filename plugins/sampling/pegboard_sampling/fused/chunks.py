@@ -78,7 +78,7 @@ def read_chunks(
     if SUMS:
         if (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0):
             scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
-            tl.store(at + v.SUM * chunks, tl.sum(tl.sum(tl.exp(scores), 1), 0))
+            tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(v.exp(scores, FAST)), 0))
     if ADDS_NOISE:
         if kind == v.NOISE:
             temperature = v.temperature_of(floats, integers, slot)
@@ -104,7 +104,7 @@ def read_chunks(
             greatest = tl.max(tl.ravel(raw), 0)
             tl.store(raw_maxima + row * groups + group, tl.max(raw, 1), mask=group < groups)
             tl.store(at + v.RAW_MAXIMUM * chunks, greatest)
-            tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.sum(tl.exp(v.score(raw, greatest, 1.0)), 1), 0))
+            tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.ravel(v.exp(v.score(raw, greatest, 1.0), FAST)), 0))
 
 
 @triton.jit

@@ -27,7 +27,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _MOST_TOKENS = 1 << 24
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
-#: Warps of a program: of a pass over the logits, of one that reads tables beside them, of one that holds many tokens.
+#: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
 
 
@@ -176,7 +176,8 @@ class FusedSampler(Sampler):
                 work.chunks,
                 CHUNK_GROUPS=CHUNK_GROUPS,
                 **sizes,
-                num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
+                FAST=self._fast,
+                num_warps=_READ_WARPS,
             )
             gather_candidates[(work.chunks, count)](
                 logits,
@@ -191,7 +192,7 @@ class FusedSampler(Sampler):
                 CHUNK_GROUPS=CHUNK_GROUPS,
                 WORDS=path.words,
                 BIASES=path.biases,
-                num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
+                num_warps=_HEAVY_READ_WARPS,
             )
             select[(count,)](
                 rows.slots,

@@ -14,8 +14,9 @@ from . import best, chunks, noise
 from . import values as v
 
 THRESHOLDS = tl.constexpr(16)
-#: Logits above which the chunks are weighed.
-STEPS = tl.constexpr(8)
+#: Chunks are weighed above STEPS - 1 scores, at these shares of the least that matters: top-p of text keeps little.
+STEPS = tl.constexpr(4)
+_SHARES = tl.constexpr((1.0, 0.8, 0.6, 0.3))
 #: Undecided tokens that are compared with each other at last, with TURN of them at a time.
 AT_ONCE, TURN = tl.constexpr(512), tl.constexpr(16)
 
@@ -40,6 +41,11 @@ def _least_score(floats, slot, total, vocab):
     if top_p < 1:
         least = tl.maximum(least, tl.log(((1 - top_p) * (total / vocab).to(tl.float64)).to(tl.float32)))
     return least - 1e-3
+
+
+@triton.jit
+def _logit_of(STEP: tl.constexpr, peak, temperature, least):
+    return peak + temperature * (least * _SHARES[STEP])
 
 
 @triton.jit
@@ -70,6 +76,7 @@ def bracket(
     CHUNKS: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """brackets [N, 2]: no key below the first takes part, and for top-p alone all from the second on do.
 
@@ -91,22 +98,25 @@ def bracket(
         above_all = (v.ordered(peak).to(tl.int64) + 1) << 32
         if weighs:
             x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
-            weights = tl.exp(v.score(x, peak, temperature))
+            weights = v.exp(v.score(x, peak, temperature), FAST)
             profile = profiles + row * STEPS * chunk_count
-            for step in tl.static_range(STEPS):
-                heavy = tl.where(x >= peak + temperature * (least * (1 - step / STEPS)), weights, 0.0)
+            for step in tl.static_range(1, STEPS):
+                heavy = tl.where(x >= _logit_of(step, peak, temperature, least), weights, 0.0)
                 tl.store(profile + step * chunk_count + chunk, tl.sum(tl.ravel(heavy), 0))
             tl.debug_barrier()
             if tl.atomic_add(counts + row * 2 + 1, 1) == chunk_count - 1:
                 steps = tl.arange(0, STEPS)
                 part = tl.arange(0, CHUNKS)
                 at = profile + steps[:, None] * chunk_count + part[None, :]
-                parts = tl.load(at, mask=(part < chunk_count)[None, :], other=0.0, cache_modifier=".cg")
-                reached = tl.sum(parts, 1).to(tl.float64)
-                logit = peak + temperature * (least * (1 - steps.to(tl.float32) / STEPS))
+                written = (steps > 0)[:, None] & (part < chunk_count)[None, :]
+                reached = tl.sum(tl.load(at, mask=written, other=0.0, cache_modifier=".cg"), 1).to(tl.float64)
+                reached = tl.where(steps == 0, float("inf"), reached)
+                logit = tl.zeros([STEPS], tl.float32)
+                for step in tl.static_range(STEPS):
+                    logit = tl.where(steps == step, _logit_of(step, peak, temperature, least), logit)
                 wanted = top_p * total.to(tl.float64)
                 # Sums of float32, so with a margin: whoever selects weighs exactly
-                low = tl.max(tl.where((reached >= wanted * 1.0001) | (steps == 0), _above_logit(logit), v.LOWEST), 0)
+                low = tl.max(tl.where(reached >= wanted * 1.0001, _above_logit(logit), v.LOWEST), 0)
                 high = tl.min(tl.where(reached <= wanted * 0.9999, _above_logit(logit), above_all), 0)
                 tl.store(brackets + row * 2, low)
                 tl.store(brackets + row * 2 + 1, tl.maximum(low, high))

@@ -91,9 +91,7 @@ def test_the_plan_counts_the_workspaces_of_attention(tiny_path: Path, make_engin
             return [Part(role="attention", name="roomy", factory=Roomy, summary="for a test")]
 
     def planned(attention: str) -> int:
-        engine = make_engine(
-            tiny_path, device="cpu", kv_memory=100 * PAGE, attention=attention, plugins=[WithRoomy()]
-        )
+        engine = make_engine(tiny_path, device="cpu", kv_memory=100 * PAGE, attention=attention, plugins=[WithRoomy()])
         assert engine.plan.parts["decode_attention"].name == attention
         activations: int = engine.plan.memory.activations
         return activations

@@ -1,6 +1,7 @@
 """Every GPU kernel beside its peers, in one process: prefill and decode attention, ops, one file, plots.
 
     python benchmarks/kernels.py
+    python benchmarks/kernels.py --part prefill
     python benchmarks/kernels.py --plot benchmarks/results/h200/kernels-....json
 
 Runs `attention_prefill`, `attention_decode` and `ops`; each says how it measures. Peers: SDPA through FlashAttention-2
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "docs" / "images"
+PARTS = ("ops", "decode", "prefill")
 #: Candidates of the prefill plot and their colours.
 PREFILL = {
     "SDPA FA2": "#b8b8b8",
@@ -29,9 +31,9 @@ PREFILL = {
 Rows = list[dict[str, Any]]
 
 
-def measure(path: Path) -> None:
-    """Writes {"ops": rows, "decode": rows, "prefill": rows}, as their scripts give them, with device, versions and
-    date; after each, so that a run that is cut short leaves what it had."""
+def measure(path: Path, parts: Sequence[str]) -> None:
+    """Writes {"ops": rows, "decode": rows, "prefill": rows}, those of `parts`, as their scripts give them, with device,
+    versions and date; after each, so that a run that is cut short leaves what it had."""
     import attention_decode
     import attention_prefill
     import ops
@@ -54,8 +56,8 @@ def measure(path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode():
-        for name, run in runs.items():
-            found[name] = run()
+        for name in parts:
+            found[name] = runs[name]()
             path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             if name == "prefill":
                 print(attention_prefill.table(found[name]), flush=True)
@@ -64,7 +66,7 @@ def measure(path: Path) -> None:
 
 
 def plot(record: dict[str, Any], folder: Path) -> list[Path]:
-    """prefill.png, decode.png and ops.png of a record."""
+    """prefill.png, decode.png and ops.png, of what the record has."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -74,6 +76,8 @@ def plot(record: dict[str, Any], folder: Path) -> list[Path]:
     pyplot.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
     paths = []
     for name, draw in (("prefill", _prefill), ("decode", _decode), ("ops", _ops)):
+        if name not in record:
+            continue
         figure, axes = pyplot.subplots(figsize=(5.6, 2.7), dpi=110)
         draw(axes, record[name])
         axes.legend(frameon=False, fontsize=7, ncols=2 if name == "decode" else 1)
@@ -143,6 +147,7 @@ def _is_shown(row: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "h200")
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; all by default")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="draw this file's numbers and measure nothing")
     parser.add_argument("--images", type=Path, default=IMAGES)
     chosen = parser.parse_args()
@@ -151,7 +156,7 @@ def main() -> None:
             print(path)
         return
     path = chosen.results / f"kernels-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    measure(path)
+    measure(path, chosen.part or PARTS)
     print(path)
 
 

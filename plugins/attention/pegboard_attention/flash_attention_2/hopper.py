@@ -69,6 +69,13 @@ def _scores(product, block, sight, rules, config, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _partial_sums(p, BLOCK: gl.constexpr):
+    """[GROUP_ROWS, 4]: what each thread of a row has of its sum. To add them up would take shuffles, for which the
+    rescaling of acc behind them would have to wait; that is left to the end of the tile."""
+    return gl.sum(gl.sum(p.reshape([GROUP_ROWS, BLOCK // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _blocks(state, first, end, side, sight, rules, memory, barriers, config, which: gl.constexpr, MASKED: gl.constexpr):
     """Blocks end - 1 down to first. The state enters and leaves with the weights p of the block before still to be
     multiplied by its V."""
@@ -109,7 +116,9 @@ def _blocks(state, first, end, side, sight, rules, memory, barriers, config, whi
         higher = gl.maximum(peak, gl.max(s, 1) * scale)
         p = gl.exp2(s * scale - gl.expand_dims(higher, 1))
         fade = gl.exp2(peak - higher)
-        total = total * fade + gl.sum(p, 1)
+        sums = _partial_sums(p, BLOCK)
+        part_layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+        total = total * gl.expand_dims(gl.convert_layout(fade, part_layout), 1) + sums
         peak = higher
         # Long since full. The branch in this wait keeps the assembler from waiting for PV before it exponentiates
         mbarrier.wait(v_full.index(before), before_phase)
@@ -133,19 +142,6 @@ def _clean(buffer, block, lowest, kv_len, BLOCK: gl.constexpr):
         values = part.load(layout)
         part.store(gl.where(seen, values, gl.zeros_like(values)))
     fence_async_shared()
-
-
-@gluon.jit
-def _facts(record):
-    return (
-        gl.load(record + FIRST_TOKEN),
-        gl.load(record + TOKENS),
-        gl.load(record + POSITION),
-        gl.load(record + KV_LEN),
-        gl.load(record + FIRST_BLOCK),
-        gl.load(record + END_BLOCK),
-        gl.load(record + LOWEST),
-    )
 
 
 @gluon.jit
@@ -179,9 +175,6 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
     turn = 0
     rounds = rounds_of(gl.load(count_ptr) * groups)
 
-    tile = tile_of(0)
-    group = tile % groups
-    facts = _facts(tiles_ptr + gl.where(rounds > 0, tile // groups, 0) * FIELDS)
     # QK of a tile's last block, the first to be looked at, runs beside the end of the tile before
     mbarrier.wait(q_full.index(0), 0, pred=rounds > 0)
     mbarrier.wait(k_full.index(0), 0, pred=rounds > 0)
@@ -191,17 +184,23 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
     s = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(k_free.index(0), count=1)
     for index in range(rounds):
-        first_token, valid, first_position, kv_len, first_block, end_block, lowest = facts
-        more = index + 1 < rounds
-        next_tile = gl.where(more, tile_of(index + 1), 0)
-        next_record = tiles_ptr + (next_tile // groups) * FIELDS
+        tile = tile_of(index)
+        group = tile % groups
+        record = tiles_ptr + (tile // groups) * FIELDS
+        first_token = gl.load(record + FIRST_TOKEN)
+        valid = gl.load(record + TOKENS)
+        first_position = gl.load(record + POSITION)
+        kv_len = gl.load(record + KV_LEN)
+        first_block = gl.load(record + FIRST_BLOCK)
+        end_block = gl.load(record + END_BLOCK)
+        lowest = gl.load(record + LOWEST)
         sight = (first_position + query, kv_len)
         slot = step % STAGES
         phase = (step // STAGES) & 1
         s = _scores(s, end_block - 1, sight, rules, config, True)
         peak = gl.maximum(gl.max(s, 1) * scale, LEAST)
         p = gl.exp2(s * scale - gl.expand_dims(peak, 1))
-        total = gl.sum(p, 1)
+        total = _partial_sums(p, BLOCK)
         if (end_block * BLOCK > kv_len) | ((end_block - 1) * BLOCK < lowest):
             mbarrier.wait(v_full.index(slot), phase)
             _clean(v_smem.index(slot).reshape([BLOCK, WIDTH]), end_block - 1, lowest, kv_len, BLOCK)
@@ -231,9 +230,11 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
                 state, first_block, whole_first, early_side, sight, rules, memory, barriers, config, which, True
             )
         p, acc, peak, total, step, turn = state
+        total = gl.convert_layout(gl.sum(total, 1), row_layout)
         mbarrier.arrive(q_free.index(index % 2), count=1)
 
         # PV of the tile's first block, QK of the next tile's last. What QK gives if there is none is not used
+        more = index + 1 < rounds
         side = (index + 1) % 2
         slot = step % STAGES
         phase = (step // STAGES) & 1
@@ -254,7 +255,6 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
         product = warpgroup_mma(q, k.permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.arrive(turns.index(1 - which), count=1)
         turn += 1
-        facts = _facts(next_record)  # ahead, because memory is far
         seen_any = total > 0
         if SINKS:
             head = group * HEADS + (gl.arange(0, GROUP_ROWS, layout=row_layout) % HEADS)
@@ -290,7 +290,6 @@ def _consume(stores, rules, work, memory, barriers, config, which: gl.constexpr)
             gl.store(o_ptr + place, acc.to(dtype), mask=mask)
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_free.index(ahead), count=1, pred=more)
-        group = next_tile % groups
     tma.store_wait(0)
 
 

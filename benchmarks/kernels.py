@@ -155,7 +155,8 @@ def main() -> None:
         for path in plot(json.loads(chosen.plot.read_text(encoding="utf-8")), chosen.images):
             print(path)
         return
-    path = chosen.results / f"kernels-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    name = "_".join(["kernels", *(chosen.part or ())])
+    path = chosen.results / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     measure(path, chosen.part or PARTS)
     print(path)
 

@@ -7,7 +7,6 @@ same parts from the plan's bytes.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from .contracts.model import ModelNeed, ModelSpec
 from .contracts.quantizer import Shard
 from .contracts.scheduler import Scheduler
 from .devices import device_facts
-from .dtypes import element_bytes
 from .errors import CheckpointError, ConfigError, PluginError
 from .hub import resolve_model
 from .memory import MemoryPlan, affordable_length, gib, plan_memory
@@ -399,11 +397,6 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         raise ConfigError("the config can't work", unread)
     quantizer = selection.create("quantizer", needs.quantizer)
     stored = survey.checkpoint.tensors()
-    held = [
-        spec
-        for where, need in (("attention", needs.prefill), ("decode_attention", needs.decode))
-        for spec in selection.create(where, need).workspace()
-    ]
     memory = plan_memory(
         config,
         survey.device,
@@ -416,7 +409,6 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         survey.max_length,
         survey.page_size,
         needs.scheduler.max_step_tokens,
-        sum(math.prod(spec.shape) * element_bytes(spec.dtype) for spec in held),
     )
     affordable = affordable_length(groups, survey.page_size, memory.kv_cache)
     if config.max_length is None and 0 < affordable < survey.max_length:

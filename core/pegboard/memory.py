@@ -27,7 +27,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     available: int
     weights: int
-    #: Upper bound of what a step needs beside the cache, the attention backends' workspaces included.
+    #: Upper bound of what a step needs beside the cache.
     activations: int
     kv_cache: int
 
@@ -60,9 +60,8 @@ def plan_memory(
     max_length: int,
     page_size: int,
     step_tokens: int,
-    workspace: int,
 ) -> MemoryPlan:
-    """`workspace`: bytes that attention backends hold for life. ConfigError: it does not fit, with the numbers."""
+    """ConfigError: it does not fit, with the numbers."""
     size = element_bytes(dtype)
     weights = sum(quantizer.bytes_for(linear, stored, shard) for linear in spec.linears) + spec.other_parameters * size
     # Logits of every row, and the sampler's float64 work on them.
@@ -70,7 +69,6 @@ def plan_memory(
     activations = step_tokens * spec.activation_width * size + logits
     if device.type == "cuda" and config.cuda_graphs:
         activations *= 2  # recorded steps have a pool of memory of their own
-    activations += workspace
     available = int(device.free_bytes * (_CPU_SHARE if device.type == "cpu" else _CUDA_SHARE))
     left = max(available - weights - activations, 0)
     # What every row at its longest would fill.

@@ -19,7 +19,7 @@ from pegboard import (
     plan_engine,
 )
 from pegboard.contracts.attention import AttentionNeed
-from pegboard.contracts.device import DeviceFacts, TensorSpec
+from pegboard.contracts.device import DeviceFacts
 from pegboard.needs import page_sizes
 from pegboard_attention.torch_backend import TorchAttention
 
@@ -77,26 +77,6 @@ def test_the_plan_counts_weights_and_cache(tiny_path: Path, make_engine: Callabl
     held = engine._phases.executor.memory()
     assert engine.plan.memory.weights == held.weights
     assert engine.plan.memory.kv_cache == 100 * PAGE >= held.kv_cache > 90 * PAGE
-
-
-class Roomy(TorchAttention):
-    def workspace(self) -> Sequence[TensorSpec]:
-        return (TensorSpec(name="room", shape=(3, 1000), dtype="float16"),)
-
-
-def test_the_plan_counts_the_workspaces_of_attention(tiny_path: Path, make_engine: Callable[..., Any]) -> None:
-    class WithRoomy:
-        @hookimpl
-        def pegboard_parts(self) -> list[Part]:
-            return [Part(role="attention", name="roomy", factory=Roomy, summary="for a test")]
-
-    def planned(attention: str) -> int:
-        engine = make_engine(tiny_path, device="cpu", kv_memory=100 * PAGE, attention=attention, plugins=[WithRoomy()])
-        assert engine.plan.parts["decode_attention"].name == attention
-        activations: int = engine.plan.memory.activations
-        return activations
-
-    assert planned("roomy") - planned("torch") == 2 * 6000  # of prefill and of decode
 
 
 def test_the_numbers_stand_in_the_refusal(tiny_path: Path) -> None:

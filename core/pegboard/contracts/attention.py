@@ -117,8 +117,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
         the decode backend and the ops agree on."""
 
     def workspace(self) -> Sequence[TensorSpec]:
-        """Tensors that the backend needs for life. The memory plan counts them, before anything is loaded; the runner
-        allocates them once and passes them to `plan`."""
+        """Tensors that the backend needs for life; the runner allocates them once and passes them to `plan`."""
         return ()
 
     @abstractmethod

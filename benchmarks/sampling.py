@@ -3,9 +3,9 @@
     python benchmarks/sampling.py
 
 Logits are normal, three wide ("normal": top-p keeps thousands of tokens), or fall off like a language model's
-("falling": tens). Works rotate over buffers so that the L2 is cold; `warm us` is one buffer again and again, as after
-the head's product. `wrong`: choices that the definition in float64 doesn't allow, of those checked. `sort us` is top-k
-and top-p by torch.sort (the kind of row doesn't matter to it), `argmax us` one pass over the same logits.
+("falling": hundreds). Works rotate over buffers so that the L2 is cold; `warm us` is one buffer again and again, as
+after the head's product. `wrong`: choices that the definition in float64 doesn't allow, of those checked. `sort us` is
+top-k and top-p by torch.sort (the kind of row doesn't matter to it), `argmax us` one pass over the same logits.
 """
 
 from __future__ import annotations

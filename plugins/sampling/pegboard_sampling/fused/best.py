@@ -53,8 +53,8 @@ def best_tokens(
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """Leaves at most AT_ONCE keys in `scratch`, in no order, with the `count` <= vocab best among them; returns how many.
-    `logits`, `maxima` and `scratch` [SCRATCH] are the row's own; GROUPS >= 64 is a power of two."""
+    """Leaves at most AT_ONCE keys in `scratch`, in no order, with the `count` <= vocab best among them, and returns
+    how many. `logits`, `maxima` and `scratch` [SCRATCH] are the row's own; GROUPS >= 64 is a power of two."""
     group = tl.arange(0, GROUPS)
     top = tl.load(maxima + group, mask=group < groups, other=float("-inf"))
     packed = (v.ordered(top).to(tl.int64) << 32) | (GROUPS - 1 - group).to(tl.int64)
@@ -93,7 +93,7 @@ def listed(scratch, many):
 
 @triton.jit
 def places(scratch, many, keys, peak, temperature, BLOCK: tl.constexpr):
-    """Of each of the keys [K]: how many of those in scratch come before it, and what these weigh; BLOCK of them a turn."""
+    """Of each of the keys [K]: how many of those in scratch come before it, and what these weigh. BLOCK a turn."""
     row = tl.arange(0, BLOCK)
     # Sums of threads meet only once
     ranks = tl.zeros([BLOCK, keys.shape[0]], tl.int32)

@@ -64,7 +64,7 @@ def philox(ids, position, seed):
 
 @triton.jit
 def bound(ids, position, seed, FAST: tl.constexpr):
-    """No less than the noise, by half of what a logarithm of it costs: -log(v), as v <= -log1p(-v). Inf where v is least."""
+    """No less than the noise, and cheaper: -log(v), as v <= -log1p(-v); inf where v is least."""
     return 22.18071 - log(philox(ids, position, seed).to(tl.float32), FAST)
 
 

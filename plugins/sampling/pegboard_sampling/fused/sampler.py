@@ -17,8 +17,9 @@ from ..choice import best_first
 from .best import MOST
 from .choosing import choose
 from .chunks import read_chunks
+from .gathering import bracket, gather_candidates
 from .listing import list_logprobs, spread_logprobs
-from .selecting import bracket, gather_candidates, select
+from .selecting import select
 from .slots import FusedSlots, Path
 from .workspace import CHUNK_GROUPS, Workspace
 
@@ -33,8 +34,8 @@ _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
 
 class FusedSampler(Sampler):
     """One pass over the logits, then as many of them again as the choice can be among: none for greedy rows and for
-    those that only add noise, 64 groups of 128 for top-k up to 64; for top-p alone, min-p alone or a greater k what
-    reaches a bound. Nothing is sorted but 256 candidates. Rows of all kinds go together.
+    those that only add noise, 64 groups of 128 for top-k up to 64; for top-p alone, min-p alone or a greater k another
+    pass or two. Nothing is sorted. Rows of all kinds go together.
 
     Adjustments, scores and noise are float32; weights are summed in integers, so neither place nor neighbours change
     a bit. Same tokens as every sampler for the same seed, but where two perturbed scores are within 1e-4.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import values as v
 from .best import SCRATCH
-from .selecting import STEPS
+from .gathering import STEPS
 
 #: Groups of 128 logits that a program reads.
 CHUNK_GROUPS = 32

@@ -112,6 +112,15 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     tainted: bool = False
 
 
+class DraftCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the drafts of one step, by place among a row's drafts."""
+
+    #: Rows that had a first, a second, ... draft.
+    proposed: tuple[int, ...]
+    #: Rows in which it was accepted.
+    accepted: tuple[int, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     rows: tuple[RowResult, ...]
@@ -120,6 +129,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     host_seconds: float | None = None
     #: Score mass a page, per sequence, when the cache manager asks for it.
     score_mass: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    #: None: no row of the step had drafts.
+    drafts: DraftCounts | None = None
     #: What shadow mode found in this step, one a shadowed part; empty for a step that was not compared.
     shadow: tuple[ShadowCheck, ...] = ()
 

@@ -26,6 +26,7 @@ from .stepping import RunnerParts
 if TYPE_CHECKING:
     from pegboard.assembly import AssemblyPlan, Selection, Survey
     from pegboard.contracts.quantizer import Quantizer
+    from pegboard.contracts.speculator import Speculator
     from pegboard.needs import Needs
     from pegboard.registry.registry import Registry
 
@@ -74,8 +75,6 @@ class LocalExecutor(Executor):
 
     @classmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
-        if need.speculates:
-            return ["the local executor does not run speculators yet: leave `speculator` out"]
         return []
 
     @classmethod
@@ -121,6 +120,7 @@ class LocalExecutor(Executor):
             prefill=selection.create("attention", needs.prefill),
             decode=selection.create("decode_attention", needs.decode),
             sampler=selection.create("sampler", needs.sampler),
+            speculator=cls._speculator(survey),
         )
         runner = ModelRunner(
             parts,
@@ -153,6 +153,13 @@ class LocalExecutor(Executor):
     @classmethod
     def _quantizer(cls, selection: Selection, needs: Needs) -> Quantizer:
         made: Quantizer = selection.create("quantizer", needs.quantizer)
+        return made
+
+    @classmethod
+    def _speculator(cls, survey: Survey) -> Speculator | None:
+        if survey.config.speculator is None:
+            return None
+        made: Speculator = survey.selection.create("speculator", survey.speculator_need)
         return made
 
     @classmethod

@@ -106,17 +106,21 @@ class ModelRunner:
         begin = perf_counter()
         self._state.apply(plan.tables)
         openings = [row.opening for row in plan.rows if row.opening is not None]
+        drafting = self._stepping.drafting
         if openings:
             self._parts.sampler.open(openings)
-        shape, padded = self._shape(plan.rows)
-        decode_rows = split_rows(plan.rows, self._limits.decode_width)
-        vector = self._uploads.send(pack(plan.rows, decode_rows, shape, self._state.idle))
+            if drafting is not None:
+                drafting.open(openings)
+        rows = plan.rows if drafting is None else drafting.settle(plan.rows)
+        shape, padded = self._shape(rows)
+        decode_rows = split_rows(rows, self._limits.decode_width)
+        vector = self._uploads.send(pack(rows, decode_rows, shape, self._state.idle))
         prepared = perf_counter() - begin - self._stepping.prepared
-        sampled = [row for row in plan.rows if row.samples]
-        computed, chosen = self._run(shape, padded, vector, tuple(row.slot for row in sampled))
-        scores = [] if computed.hidden is None else self._scores(plan.rows, computed.hidden)
+        sampled = [row for row in rows if row.samples]
+        computed, chosen = self._run(shape, padded, vector, sampled)
+        scores = [] if computed.hidden is None else self._scores(rows, computed.hidden)
         prepared += self._stepping.prepared
-        return Ticket(plan, sampled, chosen.ids, chosen.logprobs, scores, prepared)
+        return Ticket(plan, sampled, chosen, scores, prepared)
 
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
@@ -136,12 +140,15 @@ class ModelRunner:
         )
 
     def _run(
-        self, shape: StepShape, padded: bool, vector: Tensor, host_slots: tuple[int, ...]
+        self, shape: StepShape, padded: bool, vector: Tensor, sampled: Sequence[RowPlan]
     ) -> tuple[Computed, Chosen]:
         stepping, sampler = self._stepping, self._parts.sampler
+        host_slots = tuple(row.slot for row in sampled)
         run = self._recordings.run if padded and self._recordings is not None else _plainly
-        if not padded or not sampler.capturable:
+        if not padded or not sampler.capturable or shape.drafts:
             computed = run(shape, lambda: stepping.compute(shape, vector))
+            if shape.drafts:
+                return computed, stepping.verify(computed, host_slots, tuple(1 + row.drafts for row in sampled))
             return computed, stepping.choose(computed, host_slots)
         key = sampler.graph_key(host_slots)
 

@@ -23,4 +23,12 @@ def pegboard_parts() -> tuple[Part, ...]:
             devices=("cuda",),
             priority=10,
         ),
+        Part(
+            role="speculator",
+            name="ngram",
+            factory="pegboard_sampling.speculation.ngram:NGramSpeculator",
+            options="pegboard_sampling.speculation.options:NGramOptions",
+            summary="Prompt lookup: proposes what followed the last tokens when they came before, on any device",
+            priority=10,
+        ),
     )

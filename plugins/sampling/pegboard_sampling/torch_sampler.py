@@ -97,23 +97,29 @@ class TorchSampler(Sampler):
         if rows.probs is not None:
             raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
         count, width = len(rows.host_slots), 1 + self._max_drafts
-        start, end = rows.query_start[:-1].long()[:, None], rows.query_start[1:].long()[:, None]
-        step = torch.arange(width, device=logits.device)
-        query = start + step  # [N, 1 + k]
-        real = query < end
-        query = query.minimum(end - 1).clamp_(min=0)
-        drafts = rows.ids[query].masked_fill_(~real, -1)[:, 1:]  # [N, k]
+        queries = rows.host_queries or (width,) * count
+        step, start = torch.arange(width, device=logits.device), rows.query_start.long()
+        if rows.host_queries is None:  # all that there might be is looked at
+            row = torch.arange(count, device=logits.device).repeat_interleave(width)
+            place, end = step.repeat(count), start[1:][row]
+            source = (start[row] + place).minimum(end - 1).clamp_(min=0)
+            own = rows.ids[source].masked_fill_(start[row] + place >= end, -1)
+        else:
+            row = torch.repeat_interleave(start.diff(), output_size=sum(queries))
+            place = torch.arange(sum(queries), device=logits.device) - start[row]
+            source, own = None, rows.ids
+        drafts = own.new_full((count, width), -1).index_put_((row, place), own)[:, 1:]  # [N, k]
         # Choice j follows drafts 0 .. j - 1
-        before = drafts[:, None].expand(-1, width, -1).masked_fill(step[:-1] >= step[:, None], -1)
+        path = drafts[row].masked_fill_(step[:-1] >= place[:, None], -1)
         choices = _Choices(
-            source=query.flatten(),
-            slots=rows.slots.repeat_interleave(width),
-            positions=(rows.positions[:, None] + step).flatten(),
-            host_slots=tuple(slot for slot in rows.host_slots for _ in range(width)),
-            path=before.flatten(0, 1) if self._max_drafts else None,
+            source=source,
+            slots=rows.slots[row],
+            positions=rows.positions[row] + place,
+            host_slots=tuple(slot for slot, many in zip(rows.host_slots, queries, strict=True) for _ in range(many)),
+            path=path if width > 1 else None,
         )
-        ids, found = self._choose(logits, choices)
-        ids = ids.view(count, width)
+        chosen, found = self._choose(logits, choices)
+        ids = own.new_full((count, width), -1).index_put_((row, place), chosen)
         agreed = (drafts == ids[:, :-1]) & (drafts >= 0)
         kept = 1 + agreed.cumprod(1).sum(1)
         ends = self._table.is_end(rows.slots, ids)
@@ -127,7 +133,7 @@ class TorchSampler(Sampler):
             ids=ids,
             count=kept,
             path=step.expand_as(ids).masked_fill(beyond, -1),
-            logprobs=found.result((count, width)) if found else None,
+            logprobs=found.spread(row * width + place, (count, width)) if found else None,
         )
 
     def score(self, logits: Tensor, targets: Tensor, top: int) -> LogprobTensors:

@@ -137,7 +137,9 @@ class Assembled:
         self.verifying = verifying
 
 
-def unpack(vector: Tensor, shape: StepShape, state: DeviceState, ops: Ops, drafting: Drafting | None) -> Assembled:
+def unpack(
+    vector: Tensor, shape: StepShape, state: DeviceState, ops: Ops, drafting: Drafting | None = None
+) -> Assembled:
     """vector: as `pack` made it, on the device. What is launched depends on the shape alone."""
     told = _sections(shape)
     parts = dict(zip(told, torch.split(vector, list(told.values())), strict=True))

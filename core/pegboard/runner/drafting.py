@@ -19,9 +19,9 @@ from .device_state import DeviceState
 class Drafting:
     """One speculator on one device's state. Drafts of a step stand in `DeviceState.drafts`.
 
-    `ahead`: the host does not see what is proposed, and rows run as they were planned. Else (a CPU is the host, and some
-    speculators work there) drafts are asked for before the step is built, and a row without any runs as if it had none
-    planned."""
+    `ahead`: the host does not see what is proposed, and rows run as they were planned. Else (a CPU is the host, and
+    some speculators work there) drafts are asked for before the step is built, and a row without any runs as if none
+    had been planned."""
 
     def __init__(self, speculator: Speculator, state: DeviceState) -> None:
         self._speculator, self._state = speculator, state

@@ -15,6 +15,7 @@ from pegboard.contracts.model import DecoderModel, ModelSpec, StepContext
 from pegboard.contracts.ops import Ops
 from pegboard.contracts.sampler import LogprobTensors, Sampler, SampleRows, VerifyRows
 from pegboard.contracts.speculator import Speculator
+from pegboard.errors import PegboardError
 
 from .attending import Attending
 from .batching import Verifying, unpack
@@ -129,7 +130,8 @@ class Stepping:
     def verify(self, computed: Computed, host_slots: tuple[int, ...], host_queries: tuple[int, ...]) -> Chosen:
         """Accept drafts and choose one token more; rows are as long as what they kept."""
         logits, slots, verifying, state = computed.logits, computed.slots, computed.verifying, self._state
-        assert logits is not None and verifying is not None and self.drafting is not None  # the step has drafts
+        if logits is None or verifying is None or self.drafting is None:
+            raise PegboardError("a step without drafts has nothing to verify")
         begin, ids = verifying.query_start, verifying.ids
         rows = VerifyRows(
             slots=slots,

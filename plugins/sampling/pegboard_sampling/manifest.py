@@ -12,6 +12,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             role="sampler",
             name="torch",
             factory="pegboard_sampling.torch_sampler:TorchSampler",
+            options="pegboard_sampling.options:TorchSamplerOptions",
             summary="Every sampling parameter in plain torch, on any device",
         ),
         Part(

@@ -116,7 +116,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests() -> list[Request]:
-    """Greedy and seeded, short and long, with a common beginning, penalties, ends of all kinds and log-probabilities."""
+    """Greedy and seeded, short and long, with a common beginning, penalties, all kinds of ends, log-probabilities."""
     common = [7, 8, 9, 10] * 8
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},

@@ -55,9 +55,10 @@ class TorchSampler(Sampler):
 
     #: Rows are gathered by what the host knows of their slots, and the pool of counts moves when it grows.
     capturable = False
+    #: Drafts are verified by rejection sampling, not by coupling.
+    _rejects = False
 
-    def __init__(self, need: SamplerNeed, options: TorchSamplerOptions | None = None) -> None:
-        self._rejects = options is not None and options.verification == "rejection"
+    def __init__(self, need: SamplerNeed) -> None:
         self._vocab_size = need.vocab_size
         self._max_drafts = need.max_drafts
         device = need.device
@@ -73,10 +74,12 @@ class TorchSampler(Sampler):
 
     @classmethod
     def create(cls, need: SamplerNeed, options: Any) -> Self:
-        return cls(need, options)
+        made = cls(need)
+        made._rejects = cls.wants_probs(options)
+        return made
 
     @classmethod
-    def wants_probs(cls, options: Any) -> bool:
+    def wants_probs(cls, options: TorchSamplerOptions | None) -> bool:
         return options is not None and options.verification == "rejection"
 
     def open(self, openings: Sequence[SlotOpening]) -> None:

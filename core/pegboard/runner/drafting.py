@@ -13,6 +13,7 @@ from pegboard.contracts.scheduler import RowPlan
 from pegboard.contracts.speculator import DraftContext, Drafts, Speculator
 from pegboard.errors import PluginError
 
+from .adapting import DraftLimits
 from .device_state import DeviceState
 
 
@@ -23,8 +24,8 @@ class Drafting:
     some speculators work there) drafts are asked for before the step is built, and a row without any runs as if none
     had been planned."""
 
-    def __init__(self, speculator: Speculator, state: DeviceState) -> None:
-        self._speculator, self._state = speculator, state
+    def __init__(self, speculator: Speculator, state: DeviceState, limits: DraftLimits | None) -> None:
+        self._speculator, self._state, self._limits = speculator, state, limits
         self.ahead = state.device.type != "cpu" and not speculator.needs_host_token
         #: Distributions of this step's drafts [R, k, V], and which of its rows each slot's are.
         self._probs: Tensor | None = None
@@ -35,6 +36,9 @@ class Drafting:
 
     def settle(self, rows: Sequence[RowPlan]) -> Sequence[RowPlan]:
         """The rows as they will run."""
+        if self._limits is not None and any(row.drafts for row in rows):
+            allowed = self._limits.next()
+            rows = [_narrowed(row, min(row.drafts, allowed)) for row in rows]
         drafting = [row for row in rows if row.drafts]
         self._probs, self._places = None, {}
         if self.ahead or not drafting:

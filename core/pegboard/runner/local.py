@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from pegboard.contracts.executor import Executor, ExecutorNeed, MemoryReport
-from pegboard.contracts.model import ModelKit
 from pegboard.contracts.scheduler import StepPlan, StepResult
 from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
@@ -19,6 +18,7 @@ from pegboard.errors import EngineDead
 from . import step_memory
 from .device_streams import give_stream, take_stream
 from .loading import load_apart
+from .making import load_model
 from .model_runner import ModelRunner
 from .step_shape import Limits
 from .stepping import RunnerParts
@@ -97,22 +97,7 @@ class LocalExecutor(Executor):
         device = torch_device(made.device)
         survey = Survey.of_plan(made, registry)
         selection, needs = survey.selection, survey.needs
-        try:
-            kit = ModelKit(
-                spec=survey.spec,
-                config=survey.checkpoint.config,
-                checkpoint=survey.checkpoint,
-                quantizer=cls._quantizer(selection, needs),
-                shard=survey.shard,
-                device=device,
-                dtype=made.dtype,
-                max_length=made.max_length,
-                progress=report,
-            )
-            model = selection.factory("model").create(kit)
-        except BaseException:
-            survey.checkpoint.close()
-            raise
+        model = load_model(made, survey, cls._quantizer(selection, needs), report)
         parts = RunnerParts(
             model=model,
             spec=survey.spec,
@@ -137,6 +122,7 @@ class LocalExecutor(Executor):
             vocab_limit=made.vocab_limit,
             padded=cls.pads(device),
             recorded=device != "cpu" and survey.config.cuda_graphs,
+            adapts=survey.config.adapt_drafts,
         )
         made_runner = cls._watched(runner, survey)
         # Weights may be views of the mapped file: the mapping lives as long as they do.

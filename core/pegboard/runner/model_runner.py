@@ -17,6 +17,7 @@ from pegboard.contracts.sampler import LogprobTensors
 from pegboard.contracts.scheduler import RowPlan, StepPlan
 from pegboard.dtypes import torch_dtype
 
+from .adapting import DraftLimits
 from .attending import Attending, Phase
 from .batching import most_packed, pack
 from .device_state import DeviceState
@@ -60,7 +61,7 @@ class ModelRunner:
     """`vocab_limit`: ids from here on are padding of the head and are never chosen.
 
     `padded`: steps of parts that are all capturable are filled up to shapes that come again. `recorded`: such steps are
-    replayed as CUDA graphs; else they launch the same kernels one by one."""
+    replayed as CUDA graphs; else they launch the same kernels one by one. `adapts`: rows get as many drafts as pay."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class ModelRunner:
         vocab_limit: int,
         padded: bool = False,
         recorded: bool = False,
+        adapts: bool = False,
     ) -> None:
         self._limits, self._vocab_limit = limits, vocab_limit
         self._state = DeviceState(groups, limits.rows, limits.length, page_size, limits.decode_width, device)
@@ -83,6 +85,7 @@ class ModelRunner:
         self.caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
         self._padded = padded
         self._recordings = Recordings() if recorded else None
+        self._drafts = None if parts.speculator is None else DraftLimits(limits.decode_width - 1, adapts)
         self._use(parts)
 
     def _use(self, parts: RunnerParts) -> None:
@@ -90,12 +93,12 @@ class ModelRunner:
         self._attending = Attending(
             Phase(parts.prefill, self.device), Phase(parts.decode, self.device), parts.spec.layers, self.caches
         )
-        self._stepping = Stepping(parts, self._state, self._attending, self.caches, self._vocab_limit)
+        self._stepping = Stepping(parts, self._state, self._attending, self.caches, self._vocab_limit, self._drafts)
 
     def with_parts(self, parts: RunnerParts) -> ModelRunner:
         """Another runner on the same state and caches, for steps that other parts run, kernel by kernel."""
         other = copy.copy(self)
-        other._recordings, other._padded = None, False
+        other._recordings, other._padded, other._drafts = None, False, None  # their time tells nothing
         other._use(parts)
         return other
 
@@ -112,6 +115,7 @@ class ModelRunner:
             if drafting is not None:
                 drafting.open(openings)
         rows = plan.rows if drafting is None else drafting.settle(plan.rows)
+        measured = None if self._drafts is None else self._drafts.begin(rows, begin)
         shape, padded = self._shape(rows)
         decode_rows = split_rows(rows, self._limits.decode_width)
         vector = self._uploads.send(pack(rows, decode_rows, shape, self._state.idle))
@@ -120,7 +124,9 @@ class ModelRunner:
         computed, chosen = self._run(shape, padded, vector, sampled)
         scores = [] if computed.hidden is None else self._scores(rows, computed.hidden)
         prepared += self._stepping.prepared
-        return Ticket(plan, sampled, chosen, scores, prepared)
+        if measured is not None and self._state.device.type == "cpu":
+            measured.launched()
+        return Ticket(plan, sampled, chosen, scores, prepared, measured)
 
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""

@@ -17,6 +17,7 @@ from pegboard.contracts.sampler import LogprobTensors, Sampler, SampleRows, Veri
 from pegboard.contracts.speculator import Speculator
 from pegboard.errors import PegboardError
 
+from .adapting import DraftLimits
 from .attending import Attending
 from .batching import Verifying, unpack
 from .device_state import DeviceState
@@ -80,10 +81,11 @@ class Stepping:
         attending: Attending,
         caches: tuple[LayerCache, ...],
         vocab_limit: int,
+        limits: DraftLimits | None = None,
     ) -> None:
         self._parts, self._state, self._attending, self._caches = parts, state, attending, caches
         self._vocab_limit = vocab_limit
-        self.drafting = None if parts.speculator is None else Drafting(parts.speculator, state)
+        self.drafting = None if parts.speculator is None else Drafting(parts.speculator, state, limits)
         #: Host seconds that `compute` has spent before the model; a replayed step spends none.
         self.prepared = 0.0
 

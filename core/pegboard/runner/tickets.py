@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pegboard.contracts.sampler import LogprobTensors, TokenLogprobs
-from pegboard.contracts.scheduler import DraftCounts, RowPlan, RowResult, StepPlan, StepResult
+from pegboard.contracts.scheduler import RowPlan, RowResult, StepPlan, StepResult
 
+from .adapting import MeasuredStep
 from .stepping import Chosen
 
 _NAN = "the model's logits hold NaN"
@@ -56,11 +57,13 @@ class Ticket:
         chosen: Chosen,
         scores: Sequence[tuple[RowPlan, LogprobTensors]],
         host_seconds: float,
+        measured: MeasuredStep | None = None,
     ) -> None:
-        """`chosen` may have more entries, of idle rows. `host_seconds`: spent on building the batch."""
+        """`chosen` may have more entries, of idle rows. `host_seconds`: spent on building the batch. `measured`: of an
+        engine with a speculator."""
         self.plan = plan
         self._host_seconds = host_seconds
-        self._sampled = sampled
+        self._sampled, self._measured = sampled, measured
         self._scored = [row for row, _ in scores]
         count = len(sampled)
         self._ids = HostCopy([] if chosen.ids is None else [chosen.ids[:count]])
@@ -74,7 +77,7 @@ class Ticket:
         for copy in (self._ids, self._drafts, self._logprobs, *self._scores):
             copy.wait()
         begin = perf_counter()
-        chosen, counts = self._chosen()
+        chosen, drafted = self._chosen()
         tokens = {row.id: found for row, found in zip(self._sampled, chosen, strict=True)}
         logprobs = self._found_logprobs(chosen)
         prompts = {}
@@ -83,21 +86,22 @@ class Ticket:
             prompts[row.id] = tuple(r for r in records if r.token_id >= 0)
         rows = tuple(_result(row, tokens.get(row.id, ()), logprobs.get(row.id), prompts) for row in self.plan.rows)
         spent = self._host_seconds + perf_counter() - begin
-        return StepResult(step=self.plan.id, rows=rows, host_seconds=spent, drafts=counts)
+        report = None
+        if self._measured is not None:
+            places = range(max(drafted, default=0))
+            proposed = [sum(there > place for there in drafted) for place in places]
+            accepted = [sum(len(ids) - 1 > place for ids in chosen) for place in places]
+            report = self._measured.over(proposed, accepted, sum(len(ids) for ids in chosen))
+        return StepResult(step=self.plan.id, rows=rows, host_seconds=spent, drafts=report)
 
-    def _chosen(self) -> tuple[list[list[int]], DraftCounts | None]:
-        """What each sampled row keeps, and what became of drafts."""
+    def _chosen(self) -> tuple[list[list[int]], list[int]]:
+        """What each sampled row keeps, and how many drafts each had."""
         ids = [found for tensor in self._ids.wait() for found in tensor.tolist()]
         drafts = self._drafts.wait()
         if not drafts:
-            return [[id] for id in ids], None
+            return [[id] for id in ids], []
         count, drafted = (part.tolist() for part in drafts)
-        kept = [row[:length] for row, length in zip(ids, count, strict=True)]
-        places = range(max(drafted, default=0))
-        return kept, DraftCounts(
-            proposed=tuple(sum(there > place for there in drafted) for place in places),
-            accepted=tuple(sum(length - 1 > place for length in count) for place in places),
-        )
+        return [row[:length] for row, length in zip(ids, count, strict=True)], drafted
 
     def _found_logprobs(self, chosen: Sequence[Sequence[int]]) -> dict[str, list[TokenLogprobs]]:
         parts = self._logprobs.wait()

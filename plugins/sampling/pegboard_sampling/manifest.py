@@ -32,4 +32,11 @@ def pegboard_parts() -> tuple[Part, ...]:
             summary="Prompt lookup: proposes what followed the last tokens when they came before, on any device",
             priority=10,
         ),
+        Part(
+            role="speculator",
+            name="draft_model",
+            factory="pegboard_sampling.speculation.draft_model:DraftModelSpeculator",
+            options="pegboard_sampling.speculation.options:DraftModelOptions",
+            summary="A small model drafts for a large one, with the same noise and a cache of its own",
+        ),
     )

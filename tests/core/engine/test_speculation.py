@@ -115,6 +115,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("speculation") / "model", vocab_size=VOCABULARY)
 
 
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(
+        tmp_path_factory.mktemp("speculation") / "draft", vocab_size=VOCABULARY, num_hidden_layers=1, tokenizer=False
+    )
+
+
 def requests() -> list[Request]:
     """Greedy and seeded, short and long, with a common beginning, penalties, all kinds of ends, log-probabilities."""
     common = [7, 8, 9, 10] * 8
@@ -140,7 +147,13 @@ def requests() -> list[Request]:
 def outputs(model: Path, **settings: Any) -> list[RequestOutput]:
     """Each twice: the second time the prompt's prefix is there."""
     with Engine(
-        model, device="cpu", dtype="float32", max_rows=4, plugins=[Parts()], **{"executor": "local", **settings}
+        model,
+        device="cpu",
+        dtype="float32",
+        max_rows=4,
+        adapt_drafts=False,
+        plugins=[Parts()],
+        **{"executor": "local", **settings},
     ) as engine:
         made = engine.generate(requests() * 2)
         engine._phases.scheduler.check_integrity()
@@ -182,11 +195,19 @@ TIGHT: dict[str, Any] = {
 @pytest.mark.supports("Decoding", "speculative decoding, verified with shared noise: the same tokens as without")
 @pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("executor", "run_ahead"), [("local", 0), ("local", 2), ("ahead", 1)])
-@pytest.mark.parametrize("name", ["nonsense", "nothing", "gaps", "oracle", "ngram"])
+@pytest.mark.parametrize("name", ["nonsense", "nothing", "gaps", "oracle", "ngram", "draft_model"])
 def test_the_same_tokens_as_without(
-    model: Path, plain: list[RequestOutput], name: str, executor: str, run_ahead: int, settings: dict[str, Any]
+    model: Path,
+    drafter: Path,
+    plain: list[RequestOutput],
+    name: str,
+    executor: str,
+    run_ahead: int,
+    settings: dict[str, Any],
 ) -> None:
-    found = outputs(model, speculator=name, executor=executor, run_ahead=run_ahead, **settings)
+    options = {"model": str(drafter), "drafts": 2} if name == "draft_model" else {}
+    speculator = {"use": name, "options": options}
+    found = outputs(model, speculator=speculator, executor=executor, run_ahead=run_ahead, **settings)
     same(found, plain)
     preempted = sum(c.metrics.preemptions for output in found for c in output.completions)
     assert (preempted > 0) == bool(settings)

@@ -17,11 +17,11 @@ import numpy
 from pegboard.contracts.scheduler import DraftReport, RowPlan
 
 #: Steps that the fit looks at, those that it needs, and plain ones among them without which nothing can be compared.
-_WINDOW, _ENOUGH, _PLAIN = 64, 12, 3
+_WINDOW, _ENOUGH, _PLAIN = 64, 12, 2
 #: A step in so many is plain, or has all drafts, where the other kind is too rare to be known.
 _PROBE = 16
-#: What one step leaves of older counts, and what is believed of acceptance before anything is known.
-_KEEP, _PRIOR_ROWS, _PRIOR = 0.97, 2.0, 0.7
+#: What one row leaves of older counts, and what is believed of acceptance before anything is known.
+_KEEP, _PRIOR_ROWS, _PRIOR = 0.98, 2.0, 0.7
 #: Gains below this share are noise.
 _GAIN = 1.03
 
@@ -55,11 +55,9 @@ class DraftLimits:
         if not self._adapts:
             return self._most
         self._asked += 1
-        if len(self._steps) < _ENOUGH or sum(not step.drafts for step in self._steps) < _PLAIN:
-            return 0 if self._asked % _PROBE < _PLAIN else self.allowed
-        if self.allowed == 0 and self._asked % _PROBE == 0:
-            return self._most
-        return self.allowed
+        if len(self._steps) < _ENOUGH or self._plain_steps() < _PLAIN:
+            return 0 if self._asked % _PROBE >= _PROBE - _PLAIN else self.allowed
+        return self._most if self._asked % _PROBE == 0 else self.allowed
 
     def begin(self, rows: Sequence[RowPlan], begin: float) -> MeasuredStep:
         """The rows of a step as they will run; it was begun at `begin`, before drafts were asked for."""
@@ -69,9 +67,9 @@ class DraftLimits:
         """planned, accepted: rows with more than 0, 1, ... drafts, and those that accepted them. `step`: of decode rows
         alone."""
         if planned:
-            count = len(planned)
-            self._rows[:count] = self._rows[:count] * _KEEP + planned
-            self._accepted[:count] *= _KEEP
+            rows, count = numpy.array(planned), len(planned)
+            self._rows[:count] = self._rows[:count] * _KEEP**rows + rows
+            self._accepted[:count] *= _KEEP**rows
             self._accepted[: len(accepted)] += accepted
         if step is not None:
             self._steps.append(step)
@@ -84,15 +82,19 @@ class DraftLimits:
         self._over = end
         return spent
 
+    def _plain_steps(self) -> int:
+        return sum(not step.drafts for step in self._steps)
+
     def _weigh(self) -> None:
         facts = numpy.array([(1.0, step.rows, step.drafts) for step in self._steps])
         taken = numpy.array([step.seconds for step in self._steps])
-        # Medians don't mind a step that something else held up
-        taken = numpy.minimum(taken, 3 * numpy.median(taken))
+        cost, *_ = numpy.linalg.lstsq(facts, taken, rcond=1e-9)
+        # A step that something else held up says nothing
+        taken = numpy.minimum(taken, 2 * numpy.maximum(facts @ cost, numpy.median(taken)))
         cost, *_ = numpy.linalg.lstsq(facts, taken, rcond=1e-9)
         rows = self._steps[-1].rows
         plain = float(cost[0] + cost[1] * rows)
-        if plain <= 0 or not any(step.drafts for step in self._steps):
+        if plain <= 0 or not _PLAIN <= self._plain_steps() < len(self._steps):
             return
         more = max(float(cost[2]), 0.0) * rows / plain
         kept = 1 + numpy.cumsum(self._accepted / self._rows)

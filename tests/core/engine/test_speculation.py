@@ -146,15 +146,8 @@ def requests() -> list[Request]:
 
 def outputs(model: Path, **settings: Any) -> list[RequestOutput]:
     """Each twice: the second time the prompt's prefix is there."""
-    with Engine(
-        model,
-        device="cpu",
-        dtype="float32",
-        max_rows=4,
-        adapt_drafts=False,
-        plugins=[Parts()],
-        **{"executor": "local", **settings},
-    ) as engine:
+    settings = {"executor": "local", "adapt_drafts": False, **settings}
+    with Engine(model, device="cpu", dtype="float32", max_rows=4, plugins=[Parts()], **settings) as engine:
         made = engine.generate(requests() * 2)
         engine._phases.scheduler.check_integrity()
     return [output.raise_for_error() for output in made]

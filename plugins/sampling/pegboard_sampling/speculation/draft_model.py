@@ -61,10 +61,8 @@ class DraftModelSpeculator(Speculator):
         spec = _spec(plan, registry)
         if spec.vocab_size == need.target.vocab_size:
             return []
-        return [
-            f"its draft model has a vocabulary of {spec.vocab_size} tokens, the target one of {need.target.vocab_size}: "
-            "both must have the same tokenizer"
-        ]
+        sizes = f"a vocabulary of {spec.vocab_size} tokens, the target one of {need.target.vocab_size}"
+        return [f"its draft model has {sizes}: both must have the same tokenizer"]
 
     @classmethod
     def describe(cls, need: SpeculatorNeed, options: DraftModelOptions) -> SpeculatorSpec:

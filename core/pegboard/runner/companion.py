@@ -5,6 +5,7 @@ Letters: R rows, w queries of each, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -87,6 +88,19 @@ class Companion:
     def forward(self, slots: Tensor, starts: Tensor, ids: Tensor, count: Tensor) -> Tensor:
         """Hidden states [R, w, E] after ids [R, w] at positions starts [R], starts + 1, ..., which end at most SPARE
         beyond the longest text; those from `count` [R] on are written nowhere and give anything."""
+        with self._current():
+            return self._forward(slots, starts, ids, count)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> [N, V]"""
+        with self._current():
+            return self._model.logits(hidden, self._ops)
+
+    def _current(self) -> contextlib.AbstractContextManager[object]:
+        """Kernels are launched on the current device, which may be the target's."""
+        return contextlib.nullcontext() if self.device == "cpu" else torch.cuda.device(self.device)
+
+    def _forward(self, slots: Tensor, starts: Tensor, ids: Tensor, count: Tensor) -> Tensor:
         rows, width = ids.shape
         step = torch.arange(width, device=ids.device)
         positions = starts[:, None] + step
@@ -117,7 +131,3 @@ class Companion:
         self._attending.begin(batch)
         context = StepContext(batch=batch, ops=self._ops, caches=self._caches, attend=self._attending)
         return self._model.forward(context).hidden.view(rows, width, -1)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] -> [N, V]"""
-        return self._model.logits(hidden, self._ops)

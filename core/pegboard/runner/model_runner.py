@@ -98,7 +98,7 @@ class ModelRunner:
     def with_parts(self, parts: RunnerParts) -> ModelRunner:
         """Another runner on the same state and caches, for steps that other parts run, kernel by kernel."""
         other = copy.copy(self)
-        other._recordings, other._padded, other._drafts = None, False, None  # their time tells nothing
+        other._recordings, other._padded = None, False
         other._use(parts)
         return other
 
@@ -143,6 +143,7 @@ class ModelRunner:
             and parts.model.capturable
             and (shape.decode is None or parts.decode.capturable)
             and (shape.prefill is None or parts.prefill.capturable)
+            and (not shape.drafts or parts.speculator is None or parts.speculator.capturable)
         )
 
     def _run(
@@ -151,7 +152,8 @@ class ModelRunner:
         stepping, sampler = self._stepping, self._parts.sampler
         host_slots = tuple(row.slot for row in sampled)
         run = self._recordings.run if padded and self._recordings is not None else _plainly
-        if not padded or not sampler.capturable or shape.drafts:
+        observes = self._parts.speculator is None or self._parts.speculator.capturable
+        if not padded or not sampler.capturable or not observes or shape.drafts:
             computed = run(shape, lambda: stepping.compute(shape, vector))
             if shape.drafts:
                 return computed, stepping.verify(computed, host_slots, tuple(1 + row.drafts for row in sampled))

@@ -79,7 +79,7 @@ class DraftModelSpeculator(Speculator):
         self._history.open(openings)
         self._draws.open(openings)
         for opening in openings:
-            slot = torch.tensor([opening.slot]).to(self._device)
+            slot = torch.full((1,), opening.slot, device=self._device)
             length = len(opening.prompt) + len(opening.output) - 1
             for start in range(0, length, _CHUNK):
                 width = min(_CHUNK, length - start)

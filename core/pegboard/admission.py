@@ -37,6 +37,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int
     #: Every row needs the host to know its last token.
     needs_host_token: bool
+    #: Of a row at most.
+    max_drafts: int = 0
 
     def encode(self, request: Request) -> tuple[int, ...]:
         if not isinstance(request.prompt, str):
@@ -84,6 +86,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                 salt=request.salt,
                 parent=f"{serial}/0" if index else None,
                 needs_host_token=self.needs_host_token,
+                max_drafts=self.max_drafts,
             )
             for index in range(sampling.n)
         ]

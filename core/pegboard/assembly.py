@@ -25,11 +25,22 @@ from .contracts.executor import Executor, ExecutorNeed
 from .contracts.model import ModelNeed, ModelSpec
 from .contracts.quantizer import Shard
 from .contracts.scheduler import Scheduler
+from .contracts.speculator import SpeculatorNeed, SpeculatorSpec
 from .devices import device_facts
 from .errors import CheckpointError, ConfigError, PluginError
 from .hub import resolve_model
 from .memory import MemoryPlan, affordable_length, gib, plan_memory
-from .needs import Needs, architecture, choose_dtype, choose_length, derive_needs, eos_ids, page_sizes, scheme_name
+from .needs import (
+    Needs,
+    architecture,
+    choose_dtype,
+    choose_length,
+    choose_step_tokens,
+    derive_needs,
+    eos_ids,
+    page_sizes,
+    scheme_name,
+)
 from .pairing import Backend, make_groups
 from .portable import import_objects, locate_objects
 from .registry.lock import lock_problems
@@ -161,9 +172,54 @@ class Survey:
     def limit_length(self, longest: int) -> None:
         """Set what every part must serve for sequences of at most `longest` tokens."""
         self.max_length = longest
+        self.speculation = self._speculation()
+        drafts = 0 if self.speculation is None else self.speculation.drafts
         self.needs = derive_needs(
-            self.config, self.checkpoint, self.spec, self.device, self.dtype, longest, self.page_size
+            self.config, self.checkpoint, self.spec, self.device, self.dtype, longest, self.page_size, drafts
         )
+
+    @property
+    def speculator_need(self) -> SpeculatorNeed:
+        wants = "sampler" in self.parts and self.selection.ask(
+            "sampler", "wants_probs", self.selection.options("sampler")
+        )
+        return SpeculatorNeed(
+            device=self.device,
+            target=self.spec,
+            slots=self.config.max_rows + 1,  # the last one is of idle rows
+            max_length=self.max_length,
+            wants_probs=bool(wants),
+        )
+
+    def _speculation(self) -> SpeculatorSpec | None:
+        """Decided before the others: how wide decode rows are depends on it. None: there is none, or it is refused."""
+        choice = self.config.speculator
+        if choice is None:
+            return None
+        if not any(decision.where == "speculator" for decision in self.decisions) and "speculator" not in self.parts:
+            self.decide("speculator", choice, self.speculator_need)
+        if "speculator" not in self.parts:
+            return None
+        selection = self.selection
+        spec = selection.ask("speculator", "describe", self.speculator_need, selection.options("speculator"))
+        if not isinstance(spec, SpeculatorSpec) or spec.drafts < 1:
+            named = self.parts["speculator"].name
+            raise PluginError(f"speculator {named!r}: describe returned {spec!r}, no SpeculatorSpec with drafts")
+        return spec
+
+    def _speculation_problems(self) -> list[str]:
+        spec = self.speculation
+        if spec is None:
+            return []
+        named, problems = f"speculator = {self.parts['speculator'].name!r}", []
+        if spec.taps or spec.layers:
+            problems.append(
+                f"{named} reads hidden states of the target or has layers in its cache: no executor does that yet"
+            )
+        most = choose_step_tokens(self.config, self.device)
+        if spec.drafts >= most:
+            problems.append(f"{named} gives {spec.drafts} drafts; max_step_tokens = {most}: raise it")
+        return problems
 
     def _settle_page_size(self, sizes: Sequence[int], longest: int) -> None:
         """The first size that attention serves, or the last."""
@@ -230,13 +286,12 @@ class Survey:
             self.decide("quantizer", config.quantizer, needs.quantizer, key=scheme_name(self.checkpoint)),
             self.decide("ops", config.ops, needs.ops),
         ]
-        made += [decision for decision in self.decisions if decision.where == "executor"]
-        if config.speculator is not None:
-            made.append(self.decide("speculator", config.speculator, None))
+        made += [decision for decision in self.decisions if decision.where in ("executor", "speculator")]
         for index, choice in enumerate(config.observers):
             made.append(self.decide(f"observers[{index}]", choice, None, static=False))
         made += self._decide_references()
         problems = [*self.problems, *unknown_allowed(self.config, self.registry), *self._shadow_problems()]
+        problems += self._speculation_problems()
         return problems + [reason for decision in made for reason in decision.reasons]
 
     @property
@@ -358,8 +413,14 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
             wanted_length=self.plan.wanted_length,
             capacity=self.plan.capacity,
             max_queue=config.max_queue,
-            needs_host_token=bool(sampler.needs_host_token),
+            needs_host_token=bool(sampler.needs_host_token) or self._speculates_on_host(),
+            max_drafts=self.needs.sampler.max_drafts,
         )
+
+    def _speculates_on_host(self) -> bool:
+        if "speculator" not in self.plan.parts:
+            return False
+        return bool(Selection(self.registry, self.plan.parts).factory("speculator").needs_host_token)
 
 
 def assemble(config: EngineConfig, registry: Registry, objects: Sequence[object] = ()) -> Assembled:
@@ -409,6 +470,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         survey.max_length,
         survey.page_size,
         needs.scheduler.max_step_tokens,
+        survey.speculation,
     )
     affordable = affordable_length(groups, survey.page_size, memory.kv_cache)
     if config.max_length is None and 0 < affordable < survey.max_length:

@@ -264,6 +264,8 @@ class EngineConfig(BaseModel):
     executor: PartChoice = PartChoice()
     #: None: no speculation.
     speculator: PartChoice | None = None
+    #: Rows get as many drafts as pay by measured acceptance and cost; false: always as many as the speculator has.
+    adapt_drafts: bool = True
     observers: tuple[Annotated[PartChoice, AfterValidator(_check_named)], ...] = Field(default=(), strict=False)
     #: None: no part runs beside another.
     shadow: ShadowConfig | None = None

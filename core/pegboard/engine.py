@@ -29,6 +29,7 @@ from .phases import Phases
 from .registry.registry import Registry
 from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request, check_sampling
 from .shadow.totals import ShadowTotals, count_shadow
+from .speculation import SpeculationStats, add_drafts
 from .stats import EngineStats
 from .stopwatch import Stopwatch
 from .streams import Handle, Stream
@@ -82,6 +83,7 @@ class Engine:
         self._shadow: ShadowTotals | None = None
         if loaded.shadow is not None:
             executor, self._shadow = count_shadow(executor, self.plan.parts)
+        self._speculation = None if loaded.speculator is None else SpeculationStats()
         self._phases = Phases(scheduler, executor, self.plan.depth)
         self._emitter = Emitter(time.monotonic, self._phases.finish)
         self._pid = os.getpid()
@@ -255,6 +257,8 @@ class Engine:
         self._phases.launch(plan)
         watch.lap("launch")
         retired = self._phases.retire(plan)
+        if retired is not None and retired.drafts is not None and self._speculation is not None:
+            self._speculation = add_drafts(self._speculation, retired.drafts)
         watch.lap("retire")
         outcome = self._phases.commit(retired)
         watch.lap("commit")
@@ -316,6 +320,7 @@ class Engine:
                 running=stats.running,
                 times=watch.times(retired.host_seconds),
                 shadow=retired.shadow,
+                drafts=retired.drafts,
             )
             self._observers.notify("pegboard_step_done", event)
 
@@ -354,9 +359,9 @@ class Engine:
         return self._phases.executor.unused_tensors
 
     def stats(self) -> EngineStats:
-        """Sequences waiting, running, preempted and paused, and what shadow mode found."""
+        """Sequences waiting, running, preempted and paused, and what shadow mode and speculation found."""
         found = () if self._shadow is None else self._shadow.stats()
-        return EngineStats(**asdict(self._phases.stats()), shadow=found)
+        return EngineStats(**asdict(self._phases.stats()), shadow=found, speculation=self._speculation)
 
     @property
     def has_tokenizer(self) -> bool:

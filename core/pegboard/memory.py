@@ -12,6 +12,7 @@ from .contracts.checkpoint import TensorInfo
 from .contracts.device import DeviceFacts
 from .contracts.model import ModelSpec
 from .contracts.quantizer import Quantizer, Shard
+from .contracts.speculator import SpeculatorSpec
 from .dtypes import element_bytes
 from .errors import ConfigError
 
@@ -60,12 +61,16 @@ def plan_memory(
     max_length: int,
     page_size: int,
     step_tokens: int,
+    speculation: SpeculatorSpec | None = None,
 ) -> MemoryPlan:
     """ConfigError: it does not fit, with the numbers."""
     size = element_bytes(dtype)
     weights = sum(quantizer.bytes_for(linear, stored, shard) for linear in spec.linears) + spec.other_parameters * size
-    # Logits of every row, and the sampler's float64 work on them.
-    logits = config.max_rows * spec.vocab_size * (size + 3 * 8)
+    drafts = 0
+    if speculation is not None:
+        weights, drafts = weights + speculation.weight_bytes, speculation.drafts
+    # Logits of every row and draft, and the sampler's float64 work on them.
+    logits = config.max_rows * (1 + drafts) * spec.vocab_size * (size + 3 * 8)
     activations = step_tokens * spec.activation_width * size + logits
     if device.type == "cuda" and config.cuda_graphs:
         activations *= 2  # recorded steps have a pool of memory of their own

@@ -22,9 +22,6 @@ from .errors import CheckpointError
 
 logger = logging.getLogger("pegboard")
 
-#: Rows with at most this many queries are decode rows; 1 + drafts once a speculator runs.
-DECODE_WIDTH = 1
-
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """By role. The cache's need comes later: it depends on the layouts that the parts agree on."""
@@ -115,7 +112,9 @@ def derive_needs(
     dtype: str,
     max_length: int,
     page_size: int,
+    drafts: int = 0,
 ) -> Needs:
+    """`drafts`: of a row at most; rows with up to 1 + drafts queries are decode rows."""
     layers = tuple(dict.fromkeys(layer for layer in spec.layers if isinstance(layer, AttentionLayer)))
 
     def attention(phase: Literal["prefill", "decode"], max_query: int) -> AttentionNeed:
@@ -150,12 +149,13 @@ def derive_needs(
             batch_invariant=config.batch_invariant,
         ),
         prefill=attention("prefill", choose_step_tokens(config, device)),
-        decode=attention("decode", DECODE_WIDTH),
+        decode=attention("decode", 1 + drafts),
         sampler=SamplerNeed(
             device=device,
             vocab_size=spec.vocab_size,
             slots=config.max_rows + 1,  # the last one is of idle rows
             max_length=max_length,
+            max_drafts=drafts,
             batch_invariant=config.batch_invariant,
             dtype=dtype,
         ),
@@ -165,7 +165,7 @@ def derive_needs(
             max_queue=config.max_queue,
             max_length=max_length,
             depth=choose_depth(config, device),
-            decode_width=DECODE_WIDTH,
+            decode_width=1 + drafts,
         ),
     )
 

@@ -6,7 +6,8 @@ x       = first word of the output
 v       = (x + 0.5) * 2**-32, in float64, so 0 < v < 1
 gumbel  = -log(-log1p(-v)), in float64
 
-The last word of the counter is 0 for token noise and 1 for seeds derived from a seed, so the two never meet.
+The last word of the counter is 0 for token noise, 1 for seeds derived from a seed, 2 for choices from the residual of a
+refused draft and 3 for whether a draft is accepted, so none of them ever meet.
 A token id must be below 2**32. Seeds and positions are 64-bit; a signed int64 stands for its two's complement.
 """
 
@@ -21,6 +22,11 @@ ROUNDS: Final = 10
 MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _WORD: Final = 0xFFFFFFFF
+
+#: Streams: the last word of the counter.
+TOKENS: Final = 0
+RESIDUAL: Final = 2
+ACCEPTANCE: Final = 3
 
 #: Bounds of the noise: v takes 2**32 values, the least and the greatest give these (rounded outwards).
 GUMBEL_MIN: Final = -3.13
@@ -63,11 +69,19 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
-def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor, stream: int = TOKENS) -> Tensor:
     """Noise [N, M] float64 of `token_ids` ([M], or [N, M]: each row its own) for seeds [N] and positions [N], int64."""
+    return _uniform(seeds, positions, token_ids, stream).neg_().log1p_().neg_().log_().neg_()
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """v [N] float64 for seeds [N] and positions [N], int64, as for token 0."""
+    return _uniform(seeds, positions, positions.new_zeros(1), stream)[:, 0]
+
+
+def _uniform(seeds: Tensor, positions: Tensor, token_ids: Tensor, stream: int) -> Tensor:
     seeds, positions = seeds[:, None], positions[:, None]
     key = (seeds & _WORD, (seeds >> 32) & _WORD)
-    zero = positions.new_zeros(())
-    words = philox((token_ids, positions & _WORD, (positions >> 32) & _WORD, zero), key)
-    v = words[0].double().add_(0.5).mul_(2.0**-32)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    last = positions.new_full((), stream)
+    words = philox((token_ids, positions & _WORD, (positions >> 32) & _WORD, last), key)
+    return words[0].double().add_(0.5).mul_(2.0**-32)

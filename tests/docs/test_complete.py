@@ -125,7 +125,8 @@ def test_every_option_of_a_part_has_its_row_and_default() -> None:
             model = entry.options_model() if entry.first_party else None
             if model is not None:
                 expected[role, entry.part.name] = {
-                    name: written(field.default) for name, field in model.model_fields.items()
+                    name: "required" if field.is_required() else written(field.default)
+                    for name, field in model.model_fields.items()
                 }
     assert documented == expected
 

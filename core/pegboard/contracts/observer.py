@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from .scheduler import FinishReason
+from .scheduler import DraftReport, FinishReason
 from .shadow import ShadowCheck
 
 
@@ -89,6 +89,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
     times: StepTimes
     #: See StepResult.shadow.
     shadow: tuple[ShadowCheck, ...] = ()
+    #: See StepResult.drafts.
+    drafts: DraftReport | None = None
 
 
 class Observer(ABC):

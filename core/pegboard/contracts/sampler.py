@@ -139,15 +139,18 @@ class VerifyRows(msgspec.Struct, frozen=True, kw_only=True):
     ids: Tensor
     #: [T] int64 index of each query's parent among its row's queries, -1 for the first; None: a chain.
     parents: Tensor | None
-    #: [T, V] draft distributions for `rejection`, or None.
+    #: [T, V] draft distributions for `rejection`, that of the first query of a row arbitrary; or None.
     probs: Tensor | None
     host_slots: tuple[int, ...]
+    #: Queries of each row, when the host knows them; T is their sum.
+    host_queries: tuple[int, ...] | None = None
 
 
 class VerifyOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Per row: the accepted path and the token chosen after it."""
 
-    #: [N, 1 + k] int64: accepted draft ids, then the target's own choice, then -1
+    #: [N, 1 + k] int64: accepted draft ids, then the target's own choice, then -1. A choice that failed
+    #: stands there as in SampleOutput.ids.
     ids: Tensor
     #: [N] int64, 1 + accepted drafts; clamped to the row's max_length and its first stop id.
     count: Tensor
@@ -180,6 +183,11 @@ class Sampler(ABC):
     @classmethod
     @abstractmethod
     def create(cls, need: SamplerNeed, options: Any) -> Self: ...
+
+    @classmethod
+    def wants_probs(cls, options: Any) -> bool:
+        """Whether `verify` wants the distributions that drafts were drawn from (VerifyRows.probs)."""
+        return False
 
     @abstractmethod
     def open(self, openings: Sequence[SlotOpening]) -> None:

@@ -112,6 +112,23 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     tainted: bool = False
 
 
+class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the drafts of one step, and how many pay."""
+
+    #: Rows that had a first, a second, ... draft.
+    proposed: tuple[int, ...] = ()
+    #: Rows in which it was accepted.
+    accepted: tuple[int, ...] = ()
+    #: Drafts that a row is given from now on, at most.
+    allowed: int
+    #: How many times as fast as without drafts it goes: by acceptance and cost, and as measured over the last steps.
+    #: None: not known yet.
+    predicted: float | None = None
+    measured: float | None = None
+    #: Tokens that a row must keep in a step so that its drafts cost nothing.
+    break_even: float | None = None
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     rows: tuple[RowResult, ...]
@@ -120,6 +137,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     host_seconds: float | None = None
     #: Score mass a page, per sequence, when the cache manager asks for it.
     score_mass: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    #: None: the executor runs no speculator.
+    drafts: DraftReport | None = None
     #: What shadow mode found in this step, one a shadowed part; empty for a step that was not compared.
     shadow: tuple[ShadowCheck, ...] = ()
 

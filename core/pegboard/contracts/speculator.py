@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class SpeculatorNeed(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceFacts
     target: ModelSpec
+    #: Slots are 0 .. slots-1; the last one may be that of idle rows, as for samplers.
     slots: int
     max_length: int
     #: Whether the sampler's verification wants draft distributions.
@@ -40,7 +41,7 @@ class SpeculatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     taps: tuple[int, ...] = ()
     #: Its own attention or state layers; they get cache groups of their own.
     layers: tuple[AttentionLayer | StateLayer, ...] = ()
-    #: Bytes of its weights, for the memory plan.
+    #: Bytes of its weights, and of a cache that it keeps itself, on the target's device: for the memory plan.
     weight_bytes: int = 0
 
 

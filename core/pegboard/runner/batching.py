@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy
 import torch
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from pegboard.contracts.ops import Ops, SlotTables
 from pegboard.contracts.scheduler import RowPlan
 
 from .device_state import DeviceState
+from .drafting import Drafting
 from .step_shape import Limits, StepShape
 
 
@@ -21,13 +23,16 @@ def _sections(shape: StepShape) -> dict[str, int]:
     """What the host tells the device, and how many numbers of each. By row its slot, the tokens by which it grows, and
     where it starts; by token its slot, position and id; by choice the token that it follows, and its slot.
 
-    -1 stands for what the device knows by slot; position -1 - i for the i-th after that."""
+    -1 stands for what the device knows by slot; position -1 - i for the i-th after that, id -2 - i for the i-th draft.
+    With drafts a row's choices follow its last token and each draft; `verify_start` says where they begin."""
     rows, tokens = shape.rows, shape.tokens
     told = {"slots": rows, "advance": rows}
     if shape.chain:
         return told if shape.known == "none" else told | {"starts": rows, "ids": rows}
     told |= {"starts": rows, "query_start": rows + 1, "token_slots": tokens, "positions": tokens, "ids": tokens}
-    return told | {"last": shape.samples, "sample_slots": shape.samples}
+    if shape.drafts:
+        told["verify_start"] = shape.verified + 1
+    return told | {"last": shape.samples, "sample_slots": shape.verified or shape.samples}
 
 
 def _laid_out(shape: StepShape) -> tuple[dict[str, slice], int]:
@@ -43,8 +48,8 @@ def _laid_out(shape: StepShape) -> tuple[dict[str, slice], int]:
 def most_packed(limits: Limits) -> int:
     """Numbers that `pack` gives at most."""
     rows, tokens = 2 * limits.rows, limits.rows * limits.decode_width + limits.step_tokens
-    sections = 8
-    return 4 * rows + 1 + 3 * tokens + 2 * limits.rows + sections
+    sections = 9
+    return 4 * rows + 1 + 4 * tokens + 3 * limits.rows + sections
 
 
 def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int) -> NDArray[numpy.int64]:
@@ -95,15 +100,37 @@ def _pack_tokens(
         parts["token_slots"][at : at + row.query] = row.slot
         parts["positions"][at : at + row.query] = row.start + inside if row.tokens else -1 - inside
         parts["ids"][at : at + len(row.tokens)] = row.tokens
+        if row.drafts:
+            parts["ids"][at + row.query - row.drafts : at + row.query] = -2 - inside[: row.drafts]
+    if "verify_start" in parts:
+        _pack_choices(rows, first, parts)
+        return
     chosen = [(at + row.query - 1, row.slot) for row, at in zip(rows, first, strict=True) if row.samples]
     parts["last"][:] = chosen[-1][0] if chosen else 0
     if chosen:
         parts["last"][: len(chosen)], parts["sample_slots"][: len(chosen)] = zip(*chosen, strict=True)
 
 
+def _pack_choices(rows: Sequence[RowPlan], first: Sequence[int], parts: dict[str, NDArray[numpy.int64]]) -> None:
+    choosing = [(row, at) for row, at in zip(rows, first, strict=True) if row.samples]
+    last = [at + row.query - row.drafts - 1 + place for row, at in choosing for place in range(1 + row.drafts)]
+    parts["last"][:] = last
+    parts["sample_slots"][:] = [row.slot for row, _ in choosing]
+    parts["verify_start"][0] = 0
+    parts["verify_start"][1:] = numpy.cumsum([1 + row.drafts for row, _ in choosing])
+
+
+class Verifying(msgspec.Struct, frozen=True):
+    """Where the N choosing rows' queries begin among the S choices [N + 1] int32, and the ids of these [S], -1 for no
+    draft."""
+
+    query_start: Tensor
+    ids: Tensor
+
+
 class Assembled:
     """A Batch, and what the rest of the step needs: slots and ends [R]; outputs [S], the tokens that choices follow,
-    None: every one; sample_slots and sample_positions [S]."""
+    None: every one; sample_slots and sample_positions [S], with drafts [N], of each row and its first choice."""
 
     def __init__(
         self,
@@ -114,13 +141,17 @@ class Assembled:
         outputs: Tensor | None,
         sample_slots: Tensor,
         sample_positions: Tensor,
+        verifying: Verifying | None = None,
     ) -> None:
         self.batch = batch
         self.slots, self.ends = slots, ends
         self.outputs, self.sample_slots, self.sample_positions = outputs, sample_slots, sample_positions
+        self.verifying = verifying
 
 
-def unpack(vector: Tensor, shape: StepShape, state: DeviceState, ops: Ops) -> Assembled:
+def unpack(
+    vector: Tensor, shape: StepShape, state: DeviceState, ops: Ops, drafting: Drafting | None = None
+) -> Assembled:
     """vector: as `pack` made it, on the device. What is launched depends on the shape alone."""
     parts = {name: vector[place] for name, place in _laid_out(shape)[0].items()}
     if shape.chain and shape.known == "none" and all(group.kind != "state" for group in state.groups):
@@ -128,14 +159,27 @@ def unpack(vector: Tensor, shape: StepShape, state: DeviceState, ops: Ops) -> As
     slots, token_slots = parts["slots"], parts.get("token_slots", parts["slots"])
     starts, ids, positions = _places(parts, slots, token_slots, shape, state)
     ends = starts + parts["advance"]
-    last = parts.get("last")
+    last, verifying, chosen = parts.get("last"), None, parts.get("sample_slots", slots)
+    follows = positions if last is None else positions[last]
+    if shape.drafts:
+        assert last is not None  # a step with drafts is no chain
+        begin = parts["verify_start"]
+        first = last[begin[:-1]]
+        follows = positions[first]
+        if drafting is not None and drafting.ahead:
+            drafting.propose(chosen, ids[first], follows, shape.drafts)
+        drafted = state.drafts[token_slots, (-2 - ids).clamp_(min=0)]
+        ids = torch.where(ids < -1, drafted, ids)
+        verifying = Verifying(begin.to(torch.int32), ids[last])
+        ids = ids.clamp(min=0)  # no draft is token 0, which nobody accepts
     return Assembled(
         _batch(shape, state, ids, positions, ends, slots, token_slots, parts.get("query_start")),
         slots=slots,
         ends=ends,
         outputs=last,
-        sample_slots=parts.get("sample_slots", slots),
-        sample_positions=(positions if last is None else positions[last]) + 1,
+        sample_slots=chosen,
+        sample_positions=follows + 1,
+        verifying=verifying,
     )
 
 
@@ -183,7 +227,7 @@ def _places(
     starts, ids = parts["starts"], parts["ids"]
     if shape.known != "all":
         starts = torch.where(starts < 0, state.lengths[slots], starts)
-        ids = torch.where(ids < 0, state.last_ids[token_slots], ids)
+        ids = torch.where(ids == -1, state.last_ids[token_slots], ids)
     if shape.chain:
         return starts, ids, starts
     positions = parts["positions"]

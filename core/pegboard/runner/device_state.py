@@ -15,7 +15,8 @@ from pegboard.contracts.scheduler import SlotPages
 
 
 class DeviceState:
-    """Tables [slots + 1, P] int32 a group; dropped [slots + 1] a group; lengths and last_ids [slots + 1] int64.
+    """Tables [slots + 1, P] int32 a group; dropped [slots + 1] a group; lengths and last_ids [slots + 1] int64;
+    drafts [slots + 1, k] int64.
 
     The last slot, `idle`, is of rows that only fill a step up: it stays empty, and its pages are the null page."""
 
@@ -41,6 +42,8 @@ class DeviceState:
         #: True number of tokens whose K/V is written.
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.last_ids = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        #: What was proposed for the step that runs; -1: nothing.
+        self.drafts = torch.full((slots + 1, decode_width - 1), -1, dtype=torch.int64, device=device)
         #: 0, 1, 2, ...: where each row's query starts when each has one.
         self.counting = torch.arange(slots + 2, dtype=torch.int32, device=device)
 
@@ -73,5 +76,5 @@ class DeviceState:
 
     @property
     def nbytes(self) -> int:
-        tensors = [*self.tables, *self.dropped, self.lengths, self.last_ids, self.counting]
+        tensors = [*self.tables, *self.dropped, self.lengths, self.last_ids, self.drafts, self.counting]
         return sum(tensor.nbytes for tensor in tensors)

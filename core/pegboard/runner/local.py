@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from pegboard.contracts.executor import Executor, ExecutorNeed, MemoryReport
-from pegboard.contracts.model import ModelKit
 from pegboard.contracts.scheduler import StepPlan, StepResult
 from pegboard.devices import torch_device
 from pegboard.errors import EngineDead
@@ -19,6 +18,7 @@ from pegboard.errors import EngineDead
 from . import step_memory
 from .device_streams import give_stream, take_stream
 from .loading import load_apart
+from .making import load_model
 from .model_runner import ModelRunner
 from .step_shape import Limits
 from .stepping import RunnerParts
@@ -26,6 +26,7 @@ from .stepping import RunnerParts
 if TYPE_CHECKING:
     from pegboard.assembly import AssemblyPlan, Selection, Survey
     from pegboard.contracts.quantizer import Quantizer
+    from pegboard.contracts.speculator import Speculator
     from pegboard.needs import Needs
     from pegboard.registry.registry import Registry
 
@@ -74,8 +75,6 @@ class LocalExecutor(Executor):
 
     @classmethod
     def refusals(cls, need: ExecutorNeed, options: Any) -> Sequence[str]:
-        if need.speculates:
-            return ["the local executor does not run speculators yet: leave `speculator` out"]
         return []
 
     @classmethod
@@ -98,22 +97,7 @@ class LocalExecutor(Executor):
         device = torch_device(made.device)
         survey = Survey.of_plan(made, registry)
         selection, needs = survey.selection, survey.needs
-        try:
-            kit = ModelKit(
-                spec=survey.spec,
-                config=survey.checkpoint.config,
-                checkpoint=survey.checkpoint,
-                quantizer=cls._quantizer(selection, needs),
-                shard=survey.shard,
-                device=device,
-                dtype=made.dtype,
-                max_length=made.max_length,
-                progress=report,
-            )
-            model = selection.factory("model").create(kit)
-        except BaseException:
-            survey.checkpoint.close()
-            raise
+        model = load_model(made, survey, cls._quantizer(selection, needs), report)
         parts = RunnerParts(
             model=model,
             spec=survey.spec,
@@ -121,6 +105,7 @@ class LocalExecutor(Executor):
             prefill=selection.create("attention", needs.prefill),
             decode=selection.create("decode_attention", needs.decode),
             sampler=selection.create("sampler", needs.sampler),
+            speculator=cls._speculator(survey),
         )
         runner = ModelRunner(
             parts,
@@ -137,6 +122,7 @@ class LocalExecutor(Executor):
             vocab_limit=made.vocab_limit,
             padded=cls.pads(device),
             recorded=device != "cpu" and survey.config.cuda_graphs,
+            adapts=survey.config.adapt_drafts,
         )
         made_runner = cls._watched(runner, survey)
         # Weights may be views of the mapped file: the mapping lives as long as they do.
@@ -156,6 +142,13 @@ class LocalExecutor(Executor):
     @classmethod
     def _quantizer(cls, selection: Selection, needs: Needs) -> Quantizer:
         made: Quantizer = selection.create("quantizer", needs.quantizer)
+        return made
+
+    @classmethod
+    def _speculator(cls, survey: Survey) -> Speculator | None:
+        if survey.config.speculator is None:
+            return None
+        made: Speculator = survey.selection.create("speculator", survey.speculator_need)
         return made
 
     @classmethod

@@ -18,6 +18,7 @@ from pegboard.contracts.scheduler import RowPlan, StepPlan
 from pegboard.dtypes import torch_dtype
 from pegboard.errors import ConfigError
 
+from .adapting import DraftLimits
 from .attending import Attending, Phase
 from .batching import most_packed, pack
 from .compiling import Compilation
@@ -63,7 +64,7 @@ class ModelRunner:
     """`vocab_limit`: ids from here on are padding of the head and are never chosen.
 
     `padded`: steps of parts that are all capturable are filled up to shapes that come again. `recorded`: such steps are
-    replayed as CUDA graphs; else they launch the same kernels one by one."""
+    replayed as CUDA graphs; else they launch the same kernels one by one. `adapts`: rows get as many drafts as pay."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class ModelRunner:
         vocab_limit: int,
         padded: bool = False,
         recorded: bool = False,
+        adapts: bool = False,
     ) -> None:
         self._limits, self._vocab_limit = limits, vocab_limit
         self._state = DeviceState(groups, limits.rows, limits.length, page_size, limits.decode_width, device)
@@ -89,6 +91,7 @@ class ModelRunner:
         #: While kernels compile, and what may be recorded once they are there.
         self._compilation: Compilation | None = None
         self._ahead: set[Hashable] = set()
+        self._drafts = None if parts.speculator is None else DraftLimits(limits.decode_width - 1, adapts)
         self._use(parts)
 
     def _use(self, parts: RunnerParts) -> None:
@@ -96,7 +99,7 @@ class ModelRunner:
         self._attending = Attending(
             Phase(parts.prefill, self.device), Phase(parts.decode, self.device), parts.spec.layers, self.caches
         )
-        self._stepping = Stepping(parts, self._state, self._attending, self.caches, self._vocab_limit)
+        self._stepping = Stepping(parts, self._state, self._attending, self.caches, self._vocab_limit, self._drafts)
 
     def with_parts(self, parts: RunnerParts) -> ModelRunner:
         """Another runner on the same state and caches, for steps that other parts run, kernel by kernel."""
@@ -142,43 +145,57 @@ class ModelRunner:
         begin = perf_counter()
         self._state.apply(plan.tables)
         openings = [row.opening for row in plan.rows if row.opening is not None]
+        drafting = self._stepping.drafting
         if openings:
             self._parts.sampler.open(openings)
-        shape, padded = self._shape(plan.rows)
-        decode_rows = split_rows(plan.rows, self._limits.decode_width)
-        vector = self._uploads.send(pack(plan.rows, decode_rows, shape, self._state.idle))
+            if drafting is not None:
+                drafting.open(openings)
+        rows = plan.rows if drafting is None else drafting.settle(plan.rows)
+        measured = None if self._drafts is None else self._drafts.begin(rows, begin)
+        shape, padded = self._shape(rows)
+        decode_rows = split_rows(rows, self._limits.decode_width)
+        vector = self._uploads.send(pack(rows, decode_rows, shape, self._state.idle))
         prepared = perf_counter() - begin - self._stepping.prepared
-        sampled = [row for row in plan.rows if row.samples]
-        computed, chosen = self._run(shape, padded, vector, tuple(row.slot for row in sampled))
-        scores = [] if computed.hidden is None else self._scores(plan.rows, computed.hidden)
+        sampled = [row for row in rows if row.samples]
+        computed, chosen = self._run(shape, padded, vector, sampled)
+        scores = [] if computed.hidden is None else self._scores(rows, computed.hidden)
         prepared += self._stepping.prepared
-        return Ticket(plan, sampled, chosen.ids, chosen.logprobs, scores, prepared)
+        if measured is not None and self._state.device.type == "cpu":
+            measured.launched()
+        return Ticket(plan, sampled, chosen, scores, prepared, measured)
 
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
         exact = exact_shape(rows, self._limits)
-        if not self._padded or not self._capturable(decode=exact.decode is not None, prefill=exact.prefill is not None):
+        if not self._padded or not self._capturable(
+            decode=exact.decode is not None, prefill=exact.prefill is not None, drafts=exact.drafts > 0
+        ):
             return exact, False
         shape = padded_shape(exact, self._limits)
         return (exact, False) if shape is None else (shape, True)
 
-    def _capturable(self, *, decode: bool, prefill: bool) -> bool:
+    def _capturable(self, *, decode: bool, prefill: bool, drafts: bool = False) -> bool:
         parts = self._parts
         return (
             parts.ops.capturable
             and parts.model.capturable
             and (not decode or parts.decode.capturable)
             and (not prefill or parts.prefill.capturable)
+            and (not drafts or parts.speculator is None or parts.speculator.capturable)
         )
 
     def _run(
-        self, shape: StepShape, padded: bool, vector: Tensor, host_slots: tuple[int, ...]
+        self, shape: StepShape, padded: bool, vector: Tensor, sampled: Sequence[RowPlan]
     ) -> tuple[Computed, Chosen]:
         stepping, sampler = self._stepping, self._parts.sampler
         self._settle_rehearsal()
+        host_slots = tuple(row.slot for row in sampled)
         run = self._recordings.run if padded and self._recordings is not None else _plainly
-        if not padded or not sampler.capturable:
+        observes = self._parts.speculator is None or self._parts.speculator.capturable
+        if not padded or not sampler.capturable or not observes or shape.drafts:
             computed = run((shape,), lambda: stepping.compute(shape, vector))
+            if shape.drafts:
+                return computed, stepping.verify(computed, host_slots, tuple(1 + row.drafts for row in sampled))
             return computed, stepping.choose(computed, host_slots)
         key = sampler.graph_key(host_slots)
 

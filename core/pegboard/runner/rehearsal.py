@@ -84,7 +84,7 @@ class Rehearsal:
         if widest is not None and every_choice:
             for count in sorted({shape.samples for shape in shapes} - {0}):
                 idle = torch.full((count,), self._idle, device=widest.device)
-                computed = Computed(None, widest[:count], idle, torch.zeros_like(idle))
+                computed = Computed(None, widest[:count], idle, torch.zeros_like(idle), None)
                 for slots in self._choices[1:]:
                     if len(slots) <= count:
                         self._choose(computed, slots)

@@ -26,12 +26,15 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Bounds | None
     #: Whose input and place the host knows: every row's, some rows', or none's, which the device keeps by slot.
     known: Literal["all", "some", "none"]
-    #: Tokens that are chosen, idle ones included.
+    #: Tokens that are chosen, idle ones included; those of drafts, too.
     samples: int
     #: Each row has one token and chooses the next: the tokens are the rows.
     chain: bool
     #: Prompt tokens are scored, which takes the hidden state of each.
     scores: bool = False
+    #: Most drafts of a row, and rows that choose; 0: no row has drafts, each chooses one token.
+    drafts: int = 0
+    verified: int = 0
 
     @property
     def rows(self) -> int:
@@ -79,7 +82,9 @@ def split_rows(rows: Sequence[RowPlan], decode_width: int) -> int:
 def exact_shape(rows: Sequence[RowPlan], limits: Limits) -> StepShape:
     decode_rows = split_rows(rows, limits.decode_width)
     fed = sum(not row.tokens for row in rows)
-    samples = sum(row.samples for row in rows)
+    drafts = max((row.drafts for row in rows), default=0)
+    choosing = sum(row.samples for row in rows)
+    samples = choosing + sum(row.drafts for row in rows)
     return StepShape(
         decode=_exact(rows[:decode_rows]),
         prefill=_exact(rows[decode_rows:]),
@@ -87,6 +92,8 @@ def exact_shape(rows: Sequence[RowPlan], limits: Limits) -> StepShape:
         samples=samples,
         chain=samples == len(rows) and all(row.query == 1 for row in rows),
         scores=any(row.targets for row in rows),
+        drafts=drafts,
+        verified=choosing if drafts else 0,
     )
 
 

@@ -13,11 +13,15 @@ from torch import Tensor
 from pegboard.contracts.attention import AttentionBackend, LayerCache
 from pegboard.contracts.model import DecoderModel, ModelSpec, StepContext
 from pegboard.contracts.ops import Ops
-from pegboard.contracts.sampler import LogprobTensors, Sampler, SampleRows
+from pegboard.contracts.sampler import LogprobTensors, Sampler, SampleRows, VerifyRows
+from pegboard.contracts.speculator import Speculator
+from pegboard.errors import PegboardError
 
+from .adapting import DraftLimits
 from .attending import Attending
-from .batching import unpack
+from .batching import Verifying, unpack
 from .device_state import DeviceState
+from .drafting import Drafting
 from .step_shape import StepShape
 
 
@@ -33,9 +37,11 @@ class RunnerParts:
         prefill: AttentionBackend[Any],
         decode: AttentionBackend[Any],
         sampler: Sampler,
+        speculator: Speculator | None = None,
     ) -> None:
         self.model, self.spec, self.ops = model, spec, ops
         self.prefill, self.decode, self.sampler = prefill, decode, sampler
+        self.speculator = speculator
 
     def replace(self, **parts: Any) -> RunnerParts:
         """The same with other parts."""
@@ -44,19 +50,24 @@ class RunnerParts:
 
 class Computed(msgspec.Struct, frozen=True):
     """What the model gives: hidden [T, E] where prompts are scored, and for the S choices of the step logits [S, V],
-    slots and positions [S]; logits None: nothing is chosen."""
+    slots and positions [S]; logits None: nothing is chosen. With drafts slots and positions are those of N rows and of
+    their first choices."""
 
     hidden: Tensor | None
     logits: Tensor | None
     slots: Tensor
     positions: Tensor
+    verifying: Verifying | None
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """ids [S] int64; None: nothing was chosen."""
+    """ids [S] int64; None: nothing was chosen. With drafts ids [N, 1 + k], of which `count` [N] are kept, and as many
+    log-probabilities; `drafted` [N]: drafts that were there."""
 
     ids: Tensor | None
     logprobs: LogprobTensors | None
+    count: Tensor | None = None
+    drafted: Tensor | None = None
 
 
 class Stepping:
@@ -70,9 +81,11 @@ class Stepping:
         attending: Attending,
         caches: tuple[LayerCache, ...],
         vocab_limit: int,
+        limits: DraftLimits | None = None,
     ) -> None:
         self._parts, self._state, self._attending, self._caches = parts, state, attending, caches
         self._vocab_limit = vocab_limit
+        self.drafting = None if parts.speculator is None else Drafting(parts.speculator, state, limits)
         #: Host seconds that `compute` has spent before the model; a replayed step spends none.
         self.prepared = 0.0
 
@@ -80,7 +93,7 @@ class Stepping:
         """Attention, layers and head; rows are as long as they grow afterwards."""
         parts, state = self._parts, self._state
         begin = perf_counter()
-        step = unpack(vector, shape, state, parts.ops)
+        step = unpack(vector, shape, state, parts.ops, self.drafting)
         self._attending.begin(step.batch)
         self.prepared += perf_counter() - begin
         # Of as many as there are tokens nobody could tell whether the model has left the others out
@@ -95,7 +108,9 @@ class Stepping:
             # A model may have left out what nobody wants
             narrowed = outputs is not None and hidden.shape[0] == shape.samples
             logits = self.logits(hidden if step.outputs is None or narrowed else hidden[step.outputs])
-        return Computed(hidden if shape.scores else None, logits, step.sample_slots, step.sample_positions)
+        return Computed(
+            hidden if shape.scores else None, logits, step.sample_slots, step.sample_positions, step.verifying
+        )
 
     def choose(self, computed: Computed, host_slots: tuple[int, ...], key: Hashable = None) -> Chosen:
         """For the first choices of `computed`, whose slots are `host_slots`; with the sampler's `key` for all of them,
@@ -110,7 +125,36 @@ class Stepping:
         output = self._parts.sampler.sample(logits, rows)
         # A failed row (-1) must not feed itself an id that is none.
         self._state.last_ids.index_copy_(0, slots, output.ids.clamp(min=0))
+        if self.drafting is not None:
+            self.drafting.observe(slots, output.ids[:, None])
         return Chosen(output.ids, output.logprobs)
+
+    def verify(self, computed: Computed, host_slots: tuple[int, ...], host_queries: tuple[int, ...]) -> Chosen:
+        """Accept drafts and choose one token more; rows are as long as what they kept."""
+        logits, slots, verifying, state = computed.logits, computed.slots, computed.verifying, self._state
+        if logits is None or verifying is None or self.drafting is None:
+            raise PegboardError("a step without drafts has nothing to verify")
+        begin, ids = verifying.query_start, verifying.ids
+        rows = VerifyRows(
+            slots=slots,
+            query_start=begin,
+            positions=computed.positions,
+            ids=ids,
+            parents=None,
+            probs=self.drafting.probs(host_slots, host_queries),
+            host_slots=host_slots,
+            host_queries=host_queries,
+        )
+        output = self._parts.sampler.verify(logits, rows)
+        kept = output.count
+        last = output.ids.gather(1, (kept - 1).clamp_(min=0)[:, None])[:, 0]
+        # A row that had ended before keeps nothing
+        state.last_ids.index_copy_(0, slots, torch.where(kept > 0, last.clamp(min=0), state.last_ids[slots]))
+        state.lengths.index_copy_(0, slots, computed.positions - 1 + kept)
+        self.drafting.observe(slots, output.ids)
+        real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
+        drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
+        return Chosen(output.ids, output.logprobs, kept, drafted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N, V]"""

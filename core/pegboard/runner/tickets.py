@@ -11,6 +11,9 @@ from torch import Tensor
 from pegboard.contracts.sampler import LogprobTensors, TokenLogprobs
 from pegboard.contracts.scheduler import RowPlan, RowResult, StepPlan, StepResult
 
+from .adapting import MeasuredStep
+from .stepping import Chosen
+
 _NAN = "the model's logits hold NaN"
 _NOTHING_LEFT = "no token was left to choose from: every one is masked by bias, min_tokens or the model"
 
@@ -45,67 +48,89 @@ def _records(ids: Sequence[int], parts: Sequence[Tensor]) -> list[TokenLogprobs]
 
 
 class Ticket:
-    """`sampled` are the plan's rows that chose a token, in the order of `ids` [N]."""
+    """`sampled` are the rows that chose tokens, as they ran, in the order of `chosen`."""
 
     def __init__(
         self,
         plan: StepPlan,
         sampled: Sequence[RowPlan],
-        ids: Tensor | None,
-        logprobs: LogprobTensors | None,
+        chosen: Chosen,
         scores: Sequence[tuple[RowPlan, LogprobTensors]],
         host_seconds: float,
+        measured: MeasuredStep | None = None,
     ) -> None:
-        """ids and logprobs may have more entries, of idle rows. `host_seconds`: spent on building the batch."""
+        """`chosen` may have more entries, of idle rows. `host_seconds`: spent on building the batch. `measured`: of an
+        engine with a speculator."""
         self.plan = plan
         self._host_seconds = host_seconds
-        self._sampled = sampled
+        self._sampled, self._measured = sampled, measured
         self._scored = [row for row, _ in scores]
-        self._ids = HostCopy([] if ids is None else [ids[: len(sampled)]])
-        self._logprobs = HostCopy([part[: len(sampled)] for part in _parts(logprobs)])
+        count = len(sampled)
+        self._ids = HostCopy([] if chosen.ids is None else [chosen.ids[:count]])
+        drafts = chosen.count is not None and chosen.drafted is not None
+        self._drafts = HostCopy([chosen.count[:count], chosen.drafted[:count]] if drafts else [])  # type: ignore[index]
+        self._logprobs = HostCopy([part[:count] for part in _parts(chosen.logprobs)])
         self._scores = [HostCopy(_parts(tensors)) for _, tensors in scores]
 
     def result(self) -> StepResult:
         """Waits for the copies."""
-        for copy in (self._ids, self._logprobs, *self._scores):
+        for copy in (self._ids, self._drafts, self._logprobs, *self._scores):
             copy.wait()
         begin = perf_counter()
-        chosen = [int(i) for tensor in self._ids.wait() for i in tensor.tolist()]
-        tokens = {row.id: token for row, token in zip(self._sampled, chosen, strict=True)}
-        parts = self._logprobs.wait()
-        logprobs = dict(zip(tokens, _records(chosen, parts), strict=True)) if parts else {}
+        chosen, drafted = self._chosen()
+        tokens = {row.id: found for row, found in zip(self._sampled, chosen, strict=True)}
+        logprobs = self._found_logprobs(chosen)
         prompts = {}
         for row, copy in zip(self._scored, self._scores, strict=True):
             records = _records(row.targets, copy.wait())
             prompts[row.id] = tuple(r for r in records if r.token_id >= 0)
-        rows = tuple(self._row(row, tokens.get(row.id), logprobs.get(row.id), prompts) for row in self.plan.rows)
+        rows = tuple(_result(row, tokens.get(row.id, ()), logprobs.get(row.id), prompts) for row in self.plan.rows)
         spent = self._host_seconds + perf_counter() - begin
-        return StepResult(step=self.plan.id, rows=rows, host_seconds=spent)
+        report = None
+        if self._measured is not None:
+            places = range(max(drafted, default=0))
+            proposed = [sum(there > place for there in drafted) for place in places]
+            accepted = [sum(len(ids) - 1 > place for ids in chosen) for place in places]
+            report = self._measured.over(proposed, accepted, sum(len(ids) for ids in chosen))
+        return StepResult(step=self.plan.id, rows=rows, host_seconds=spent, drafts=report)
 
-    @staticmethod
-    def _row(
-        row: RowPlan,
-        token: int | None,
-        logprob: TokenLogprobs | None,
-        prompts: dict[str, tuple[TokenLogprobs, ...]],
-    ) -> RowResult:
-        scored = prompts.get(row.id, ())
-        if token is None:
-            return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored)
-        if token < 0:
-            nan = token == -1
-            error = _NAN if nan else _NOTHING_LEFT
-            return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored, error=error, tainted=nan)
-        records: tuple[TokenLogprobs, ...] = ()
-        if logprob is not None and row.logprobs is not None:  # the widest wish of the step decides the tensors' width
-            records = (TokenLogprobs(logprob.token_id, logprob.logprob, logprob.top[: row.logprobs]),)
-        return RowResult(
-            id=row.id,
-            epoch=row.epoch,
-            tokens=(token,),
-            logprobs=records,
-            prompt_logprobs=scored,
-        )
+    def _chosen(self) -> tuple[list[list[int]], list[int]]:
+        """What each sampled row keeps, and how many drafts each had."""
+        ids = [found for tensor in self._ids.wait() for found in tensor.tolist()]
+        drafts = self._drafts.wait()
+        if not drafts:
+            return [[id] for id in ids], []
+        count, drafted = (part.tolist() for part in drafts)
+        return [row[:length] for row, length in zip(ids, count, strict=True)], drafted
+
+    def _found_logprobs(self, chosen: Sequence[Sequence[int]]) -> dict[str, list[TokenLogprobs]]:
+        parts = self._logprobs.wait()
+        if not parts:
+            return {}
+        if len(self._drafts.wait()):
+            rows = zip(chosen, *parts, strict=True)
+            records = [_records(ids, [part[: len(ids)] for part in own]) for ids, *own in rows]
+        else:
+            records = [[record] for record in _records([id for ids in chosen for id in ids], parts)]
+        return {row.id: found for row, found in zip(self._sampled, records, strict=True)}
+
+
+def _result(
+    row: RowPlan,
+    chosen: Sequence[int],
+    logprobs: Sequence[TokenLogprobs] | None,
+    prompts: dict[str, tuple[TokenLogprobs, ...]],
+) -> RowResult:
+    scored = prompts.get(row.id, ())
+    failed = next((id for id in chosen if id < 0), None)
+    if failed is not None:
+        nan = failed == -1
+        error = _NAN if nan else _NOTHING_LEFT
+        return RowResult(id=row.id, epoch=row.epoch, prompt_logprobs=scored, error=error, tainted=nan)
+    records: tuple[TokenLogprobs, ...] = ()
+    if logprobs is not None and row.logprobs is not None:  # the widest wish of the step decides the tensors' width
+        records = tuple(TokenLogprobs(found.token_id, found.logprob, found.top[: row.logprobs]) for found in logprobs)
+    return RowResult(id=row.id, epoch=row.epoch, tokens=tuple(chosen), logprobs=records, prompt_logprobs=scored)
 
 
 def _parts(logprobs: LogprobTensors | None) -> list[Tensor]:

@@ -235,6 +235,12 @@ class SamplerSuite(SamplerChoices, standard=True):
         none = sampler.score(logits, torch.tensor(targets, device=self.device), 0)
         check(none.top_ids.shape == (4, 0), f"top 0 gave ids of {tuple(none.top_ids.shape)}")
 
+    def test_says_what_verification_wants(self, candidate: Candidate) -> None:
+        """Whether it wants the distributions of drafts depends on the options alone."""
+        found = candidate.factory.wants_probs(candidate.options)
+        check(isinstance(found, bool), f"wants_probs gave {found!r}, no bool")
+        check(found == candidate.factory.wants_probs(candidate.options), "wants_probs says something else each time")
+
     def test_verify_keeps_what_sampling_would_have_chosen(self, candidate: Candidate, dtype: str) -> None:
         """Chains of drafts that are right up to some point: what is kept, its count and path, and the state after it
         are those of sampling step by step."""

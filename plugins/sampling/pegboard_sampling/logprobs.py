@@ -41,6 +41,13 @@ class LogprobBuffer:
         self._values[rows, :width] = found.top_values.to(self._values.dtype)
         self._ids[rows, :width] = found.top_ids
 
+    def spread(self, places: Tensor, shape: tuple[int, int]) -> LogprobTensors:
+        """As `result`, where row i stands at `places[i]` of the flattened shape; nothing stands elsewhere."""
+        wide = LogprobBuffer(shape[0] * shape[1], self._ids.shape[1], self._chosen)
+        found = LogprobTensors(chosen=self._chosen, top_ids=self._ids, top_values=self._values)
+        wide.put(places, found)
+        return wide.result(shape)
+
     def result(self, shape: tuple[int, ...]) -> LogprobTensors:
         """With the leading dimension given as `shape`."""
         return LogprobTensors(

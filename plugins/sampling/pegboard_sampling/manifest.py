@@ -12,6 +12,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             role="sampler",
             name="torch",
             factory="pegboard_sampling.torch_sampler:TorchSampler",
+            options="pegboard_sampling.options:TorchSamplerOptions",
             summary="Every sampling parameter in plain torch, on any device",
         ),
         Part(
@@ -22,5 +23,20 @@ def pegboard_parts() -> tuple[Part, ...]:
             requires=("triton",),
             devices=("cuda",),
             priority=10,
+        ),
+        Part(
+            role="speculator",
+            name="ngram",
+            factory="pegboard_sampling.speculation.ngram:NGramSpeculator",
+            options="pegboard_sampling.speculation.options:NGramOptions",
+            summary="Prompt lookup: proposes what followed the last tokens when they came before, on any device",
+            priority=10,
+        ),
+        Part(
+            role="speculator",
+            name="draft_model",
+            factory="pegboard_sampling.speculation.draft_model:DraftModelSpeculator",
+            options="pegboard_sampling.speculation.options:DraftModelOptions",
+            summary="A small model drafts for a large one, with the same noise and a cache of its own",
         ),
     )

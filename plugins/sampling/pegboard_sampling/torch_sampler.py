@@ -24,6 +24,8 @@ from pegboard.errors import PegboardError
 
 from . import logprobs
 from .choice import Candidates, Draw, all_candidates, pick_from_all, top_k_candidates, top_p_candidates
+from .options import TorchSamplerOptions
+from .rejection import choose_or_accept
 from .slots import Kind, SlotTable
 
 _ADJUSTMENTS = frozenset({"penalties", "bias", "min_tokens"})
@@ -38,6 +40,9 @@ class _Choices(msgspec.Struct, frozen=True, kw_only=True):
     host_slots: tuple[int, ...]
     #: [M, j] tokens of the slot's text before this choice that are not yet counted, -1 for none.
     path: Tensor | None = None
+    #: [M] drafts to accept or refuse by rejection sampling, -1 for none; and [M, V] what they were drawn from.
+    drafts: Tensor | None = None
+    probs: Tensor | None = None
 
 
 class TorchSampler(Sampler):
@@ -50,6 +55,8 @@ class TorchSampler(Sampler):
 
     #: Rows are gathered by what the host knows of their slots, and the pool of counts moves when it grows.
     capturable = False
+    #: Drafts are verified by rejection sampling, not by coupling.
+    _rejects = False
 
     def __init__(self, need: SamplerNeed) -> None:
         self._vocab_size = need.vocab_size
@@ -67,7 +74,13 @@ class TorchSampler(Sampler):
 
     @classmethod
     def create(cls, need: SamplerNeed, options: Any) -> Self:
-        return cls(need)
+        made = cls(need)
+        made._rejects = cls.wants_probs(options)
+        return made
+
+    @classmethod
+    def wants_probs(cls, options: TorchSamplerOptions | None) -> bool:
+        return options is not None and options.verification == "rejection"
 
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._table.open(openings)
@@ -89,31 +102,40 @@ class TorchSampler(Sampler):
 
     def verify(self, logits: Tensor, rows: VerifyRows) -> VerifyOutput:
         """`coupled` verification of chains: a draft is kept iff it is what the target itself chooses there, with the
-        noise of that position and penalties that count the drafts before it. Log-probabilities are
+        noise of that position and penalties that count the drafts before it. `rejection` (see there) for rows with
+        noise, when the options say so; a speculator that gives no probs drew its drafts for sure. Log-probabilities are
         [N, 1 + k] (and [N, 1 + k, m]), meaningful for the kept tokens."""
         self._check_width(logits)
         if rows.parents is not None:
             raise PegboardError("this sampler verifies chains of drafts, not trees (VerifyRows.parents must be None)")
-        if rows.probs is not None:
+        if rows.probs is not None and not self._rejects:
             raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
         count, width = len(rows.host_slots), 1 + self._max_drafts
-        start, end = rows.query_start[:-1].long()[:, None], rows.query_start[1:].long()[:, None]
-        step = torch.arange(width, device=logits.device)
-        query = start + step  # [N, 1 + k]
-        real = query < end
-        query = query.minimum(end - 1).clamp_(min=0)
-        drafts = rows.ids[query].masked_fill_(~real, -1)[:, 1:]  # [N, k]
+        queries = rows.host_queries or (width,) * count
+        step, start = torch.arange(width, device=logits.device), rows.query_start.long()
+        if rows.host_queries is None:  # all that there might be is looked at
+            row = torch.arange(count, device=logits.device).repeat_interleave(width)
+            place, end = step.repeat(count), start[1:][row]
+            source = (start[row] + place).minimum(end - 1).clamp_(min=0)
+            own = rows.ids[source].masked_fill_(start[row] + place >= end, -1)
+        else:
+            row = torch.repeat_interleave(start.diff(), output_size=sum(queries))
+            place = torch.arange(sum(queries), device=logits.device) - start[row]
+            source, own = None, rows.ids
+        drafts = own.new_full((count, width), -1).index_put_((row, place), own)[:, 1:]  # [N, k]
         # Choice j follows drafts 0 .. j - 1
-        before = drafts[:, None].expand(-1, width, -1).masked_fill(step[:-1] >= step[:, None], -1)
+        path = drafts[row].masked_fill_(step[:-1] >= place[:, None], -1)
         choices = _Choices(
-            source=query.flatten(),
-            slots=rows.slots.repeat_interleave(width),
-            positions=(rows.positions[:, None] + step).flatten(),
-            host_slots=tuple(slot for slot in rows.host_slots for _ in range(width)),
-            path=before.flatten(0, 1) if self._max_drafts else None,
+            source=source,
+            slots=rows.slots[row],
+            positions=rows.positions[row] + place,
+            host_slots=tuple(slot for slot, many in zip(rows.host_slots, queries, strict=True) for _ in range(many)),
+            path=path if width > 1 else None,
+            drafts=torch.nn.functional.pad(drafts, (0, 1), value=-1)[row, place] if self._rejects else None,
+            probs=None if rows.probs is None else _next(rows.probs, source),
         )
-        ids, found = self._choose(logits, choices)
-        ids = ids.view(count, width)
+        chosen, found = self._choose(logits, choices)
+        ids = own.new_full((count, width), -1).index_put_((row, place), chosen)
         agreed = (drafts == ids[:, :-1]) & (drafts >= 0)
         kept = 1 + agreed.cumprod(1).sum(1)
         ends = self._table.is_end(rows.slots, ids)
@@ -127,7 +149,7 @@ class TorchSampler(Sampler):
             ids=ids,
             count=kept,
             path=step.expand_as(ids).masked_fill(beyond, -1),
-            logprobs=found.result((count, width)) if found else None,
+            logprobs=found.spread(row * width + place, (count, width)) if found else None,
         )
 
     def score(self, logits: Tensor, targets: Tensor, top: int) -> LogprobTensors:
@@ -160,7 +182,11 @@ class TorchSampler(Sampler):
             path = choices.path[rows] if choices.path is not None else None
             adjusted = self._table.adjust(raw, slots, adjustments, path) if adjustments else raw
             greatest_k = max(facts[member].top_k for member in members)
-            chosen, candidates = self._group(adjusted, slots, choices.positions[rows], kind, greatest_k, processed)
+            drafts = None if choices.drafts is None else choices.drafts[rows]
+            probs = None if choices.probs is None else choices.probs[rows]
+            chosen, candidates = self._group(
+                adjusted, slots, choices.positions[rows], kind, greatest_k, processed, drafts, probs
+            )
             if adjustments:  # a NaN may have been masked
                 chosen = chosen.masked_fill(raw.amax(-1).isnan(), -1)
             ids[rows] = chosen
@@ -175,7 +201,15 @@ class TorchSampler(Sampler):
         return ids, found
 
     def _group(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, kind: Kind, greatest_k: int, processed: bool
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        kind: Kind,
+        greatest_k: int,
+        processed: bool,
+        drafts: Tensor | None,
+        probs: Tensor | None,
     ) -> tuple[Tensor, Candidates | None]:
         """Choices of rows of one kind, -1 or -2 where there is none; with `processed` what they were chosen from.
         Greedy rows choose from the adjusted logits, at temperature 1."""
@@ -195,7 +229,7 @@ class TorchSampler(Sampler):
             candidates = (
                 all_candidates(logits, replace(draw, min_p=torch.zeros_like(draw.min_p))) if processed else None
             )
-        elif kind == "noise" and not processed:
+        elif kind == "noise" and not processed and drafts is None:
             chosen, candidates = pick_from_all(logits, draw), None
         else:
             if kind == "top_k":
@@ -204,6 +238,12 @@ class TorchSampler(Sampler):
                 candidates = top_p_candidates(logits, draw)
             else:
                 candidates = all_candidates(logits, draw)
-            chosen = candidates.pick(draw)
+            chosen = candidates.pick(draw) if drafts is None else choose_or_accept(candidates, draw, drafts, probs)
         chosen = chosen.masked_fill(peak == -torch.inf, -2).masked_fill(peak.isnan(), -1)
         return chosen, candidates if processed else None
+
+
+def _next(probs: Tensor, source: Tensor | None) -> Tensor:
+    """What the draft after each query was drawn from: the next row of probs [T, V]."""
+    following = torch.arange(1, probs.shape[0] + 1, device=probs.device).clamp_(max=probs.shape[0] - 1)
+    return probs[following if source is None else following[source]]

@@ -445,8 +445,9 @@ def test_part_that_refuses(tiny_path: Path) -> None:
     refused(ConfigError, "attention", "int8", model=tiny_path, kv_dtype="int8", attention="torch")
 
 
-def test_speculation_that_the_executor_lacks(tiny_path: Path) -> None:
-    refused(ConfigError, "speculator", model=tiny_path, speculator="ngram")
+def test_speculation_that_is_not_there(tiny_path: Path) -> None:
+    refused(ConfigError, "ngram", model=tiny_path, speculator="ngrams")
+    refused(ConfigError, "max_step_tokens", model=tiny_path, speculator="ngram", max_step_tokens=4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

@@ -56,3 +56,20 @@ def test_second_turn_reuses_the_first(engine: Engine, make_engine: Callable[...,
     talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And the Danube?"}]
     second = engine.chat(talk, sampling)
     assert second.metrics.cached_tokens >= 32
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 11, "top_p": 0.9}], ids=str)
+def test_speculation_changes_no_token(
+    engine: Engine, make_engine: Callable[..., Any], sampling: dict[str, Any]
+) -> None:
+    """N-grams, and a draft model (the model itself: nearly always right)."""
+    talk = [{"role": "user", "content": "Repeat this: seven brown foxes jump over seven lazy dogs, twice."}]
+    wanted = SamplingParams(max_tokens=40, ignore_eos=True, repetition_penalty=1.05, **sampling)
+    expected = engine.chat(talk, wanted)
+    draft = {"use": "draft_model", "options": {"model": MODEL, "drafts": 3}}
+    for speculator in ("ngram", draft):
+        made = make_engine(MODEL, device="cpu", max_rows=2, max_length=256, speculator=speculator, adapt_drafts=False)
+        found = made.chat(talk, wanted)
+        assert found.token_ids == expected.token_ids
+        assert found.text == expected.text
+        assert made.stats().speculation.mean_length > 1.2

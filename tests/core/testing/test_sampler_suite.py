@@ -237,6 +237,14 @@ class Standard(SamplerSuite):
     grid = "small"
 
 
+class Undecided(TorchSampler):
+    """Says something of itself that nobody can act on."""
+
+    @classmethod
+    def wants_probs(cls, options: Any) -> Any:
+        return None
+
+
 ORDER = "test_top_k_top_p_and_min_p_in_this_order"
 ALL = "test_everything_at_once"
 BROKEN: list[tuple[type, set[str]]] = [
@@ -260,6 +268,7 @@ BROKEN: list[tuple[type, set[str]]] = [
     (ScoresTheNext, {"test_score"}),
     (AcceptsOneMore, {"test_verify_keeps_what_sampling_would_have_chosen"}),
     (VerifiesAtOnePosition, {"test_verify_keeps_what_sampling_would_have_chosen"}),
+    (Undecided, {"test_says_what_verification_wants"}),
 ]
 #: What is broken here shows in many tests that use it. These are among them.
 BROAD: list[tuple[type, set[str]]] = [

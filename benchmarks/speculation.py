@@ -1,0 +1,174 @@
+"""What speculation gains: the same requests with and without a speculator, in turns on one device.
+
+    python benchmarks/speculation.py --model smollm2-135m-instruct
+    python benchmarks/speculation.py --model TARGET --draft DRAFT --device cuda
+
+Arms run every prompt one after another, batch 1, greedy, in an order that turns with every round; the time of an arm is
+that from the first token to the last. `speedup` is the median over rounds of (plain time / arm's time), `match` whether
+its tokens are those of `plain` (rounding may part them, rarely). `predicted` and `measured` are the engine's own words
+(`Engine.stats().speculation`). Prompts ask for copies: of a text, a list, code, a table.
+
+    plain        no speculator
+    ngram        prompt lookup, as many drafts as pay
+    ngram all    the same, always with all drafts
+    draft        a draft model (--draft)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pegboard import Engine, SamplingParams
+
+HERE = Path(__file__).parent
+
+RIVER = (
+    "The mill stands where the two rivers meet. In spring the water reaches the third step, and in dry summers "
+    "children cross on the stones. The miller's ledger names every flood since 1811, with its height in feet."
+)
+PEOPLE = (
+    "1. Anna Berg, Lindau, 34, carpenter\n2. Tomas Vesely, Brno, 51, baker\n3. Ines Duarte, Porto, 29, pilot\n"
+    "4. Kofi Mensah, Accra, 42, teacher\n5. Maria Rossi, Turin, 38, nurse"
+)
+CODE = (
+    "def area(width, height):\n    return width * height\n\n\n"
+    "def perimeter(width, height):\n    return 2 * (width + height)\n\n\n"
+    "def volume(width, height, depth):\n    return area(width, height) * depth"
+)
+TABLE = (
+    "city,year,rain\nOslo,2019,763\nOslo,2020,1024\nOslo,2021,618\nBergen,2019,2205\nBergen,2020,2890\nBergen,2021,1911"
+)
+PROMPTS = tuple(
+    f"{ask}\n\n{text}"
+    for ask, text in (
+        ("Repeat this text word for word:", RIVER),
+        ("Copy this list exactly as it is:", PEOPLE),
+        ("Write this Python code again without changing anything:", CODE),
+        ("Print this CSV file unchanged:", TABLE),
+        ("Quote the following paragraph in full:", RIVER),
+        ("Write out this list once more:", PEOPLE),
+    )
+)
+
+
+class Arm:
+    def __init__(self, name: str, model: str, settings: dict[str, Any]) -> None:
+        self.name = name
+        self.engine = Engine(model, max_rows=2, max_length=1024, **settings)
+        #: Seconds of each round, and tokens of the last.
+        self.seconds: list[float] = []
+        self.tokens: list[tuple[int, ...]] = []
+
+    def run(self, prompts: Sequence[str], sampling: SamplingParams) -> None:
+        seconds, self.tokens = 0.0, []
+        for prompt in prompts:
+            output = self.engine.chat([{"role": "user", "content": prompt}], sampling).raise_for_error()
+            self.tokens.append(output.token_ids)
+            seconds += (output.metrics.itl or 0.0) * (len(output.token_ids) - 1)
+        self.seconds.append(seconds)
+
+
+def make_arms(model: str, draft: str | None, common: dict[str, Any]) -> list[Arm]:
+    ngram = {"speculator": {"use": "ngram", "options": {"drafts": 8}}}
+    settings = {"plain": {}, "ngram": ngram, "ngram all": {**ngram, "adapt_drafts": False}}
+    if draft is not None:
+        settings["draft"] = {"speculator": {"use": "draft_model", "options": {"model": draft}}}
+    return [Arm(name, model, {**common, **own}) for name, own in settings.items()]
+
+
+def measure(arms: Sequence[Arm], rounds: int, prompts: Sequence[str], tokens: int) -> None:
+    """One round more than `rounds`, which nobody counts: kernels are compiled in it."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
+    for turn in range(rounds + 1):
+        first = turn % len(arms)
+        for arm in [*arms[first:], *arms[:first]]:
+            arm.run(prompts, sampling)
+    for arm in arms:
+        del arm.seconds[0]
+
+
+def summary(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    plain, found = arms[0], []
+    for arm in arms:
+        made = sum(len(ids) - 1 for ids in arm.tokens)
+        stats = arm.engine.stats().speculation
+        found.append(
+            {
+                "arm": arm.name,
+                "tokens_per_second": made / statistics.median(arm.seconds),
+                "speedup": statistics.median(a / b for a, b in zip(plain.seconds, arm.seconds, strict=True)),
+                "match": arm.tokens == plain.tokens,
+                "mean_length": None if stats is None else stats.mean_length,
+                "acceptance": None if stats is None else [round(share, 3) for share in stats.acceptance],
+                "predicted": None if stats is None else stats.predicted,
+                "measured": None if stats is None else stats.measured,
+                "break_even": None if stats is None else stats.break_even,
+                "seconds": arm.seconds,
+            }
+        )
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    def text(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    lines = [f"{'arm':<12}{'tokens/s':>10}{'speedup':>9}{'match':>7}{'mean length':>13}{'predicted':>11}  acceptance"]
+    for row in found:
+        shares = " ".join(f"{share:.2f}" for share in row["acceptance"] or ())
+        lines.append(
+            f"{row['arm']:<12}{text(row['tokens_per_second'], 1):>10}{text(row['speedup']):>9}"
+            f"{'yes' if row['match'] else 'NO':>7}{text(row['mean_length']):>13}{text(row['predicted']):>11}  {shares}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--draft", help="a draft model; none: no such arm")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    asked = parser.parse_args(arguments)
+    common = {"device": asked.device} | ({} if asked.threads is None else {"threads": asked.threads})
+    arms = make_arms(asked.model, asked.draft, common)
+    try:
+        measure(arms, asked.rounds, PROMPTS[: asked.prompts], asked.tokens)
+        found = summary(arms)
+    finally:
+        for arm in arms:
+            arm.engine.close()
+    print(table(found))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    file = asked.out / f"speculation-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    facts = {
+        "model": asked.model,
+        "draft": asked.draft,
+        "device": asked.device,
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": asked.threads or torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    file.write_text(json.dumps({**facts, "arms": found}, indent=1) + "\n", encoding="utf-8")
+    print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Drafts of a step: asked for, kept by slot, and cut to what was proposed where the host can see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from pegboard.contracts.sampler import SlotOpening
+from pegboard.contracts.scheduler import RowPlan
+from pegboard.contracts.speculator import DraftContext, Drafts, Speculator
+from pegboard.errors import PluginError
+
+from .adapting import DraftLimits
+from .device_state import DeviceState
+
+
+class Drafting:
+    """One speculator on one device's state. Drafts of a step stand in `DeviceState.drafts`.
+
+    `ahead`: the host does not see what is proposed, and rows run as they were planned. Else (a CPU is the host, and
+    some speculators work there) drafts are asked for before the step is built, and a row without any runs as if none
+    had been planned."""
+
+    def __init__(self, speculator: Speculator, state: DeviceState, limits: DraftLimits | None) -> None:
+        self._speculator, self._state, self._limits = speculator, state, limits
+        self.ahead = state.device.type != "cpu" and not speculator.needs_host_token
+        #: Distributions of this step's drafts [R, k, V], and which of its rows each slot's are.
+        self._probs: Tensor | None = None
+        self._places: dict[int, int] = {}
+
+    def open(self, openings: Sequence[SlotOpening]) -> None:
+        self._speculator.open(openings)
+
+    def settle(self, rows: Sequence[RowPlan]) -> Sequence[RowPlan]:
+        """The rows as they will run."""
+        if self._limits is not None and any(row.drafts for row in rows):
+            allowed = self._limits.next()
+            rows = [_narrowed(row, min(row.drafts, allowed)) for row in rows]
+        drafting = [row for row in rows if row.drafts]
+        self._probs, self._places = None, {}
+        if self.ahead or not drafting:
+            return rows
+        state = self._state
+        slots = state.upload([row.slot for row in drafting], torch.int64)
+        # The host tells -1 where the device knows alone
+        last = state.upload([row.tokens[-1] if row.tokens else -1 for row in drafting], torch.int64)
+        place = [row.start + len(row.tokens) - 1 if row.tokens else -1 for row in drafting]
+        positions = state.upload(place, torch.int64)
+        last = torch.where(last < 0, state.last_ids[slots], last)
+        positions = torch.where(positions < 0, state.lengths[slots], positions)
+        ids = self.propose(slots, last, positions, max(row.drafts for row in drafting))
+        self._places = {row.slot: place for place, row in enumerate(drafting)}
+        found = (ids >= 0).int().cumprod(1).sum(1).tolist()
+        counts = {row.id: min(row.drafts, count) for row, count in zip(drafting, found, strict=True)}
+        return [_narrowed(row, counts[row.id]) if row.drafts else row for row in rows]
+
+    def propose(self, slots: Tensor, last_ids: Tensor, positions: Tensor, drafts: int) -> Tensor:
+        """Drafts [R, k] of rows whose last token stands at `positions` [R]; -1: none."""
+        context = DraftContext(slots=slots, last_ids=last_ids, positions=positions, taps=(), batch=None, drafts=drafts)
+        made = self._speculator.propose(context)
+        self._check(made, slots.shape[0], drafts)
+        kept = self._state.drafts
+        ids = torch.nn.functional.pad(made.ids, (0, kept.shape[1] - made.ids.shape[1]), value=-1)
+        kept.index_copy_(0, slots, ids)
+        self._probs = made.probs
+        return made.ids
+
+    def observe(self, slots: Tensor, ids: Tensor) -> None:
+        """ids [R, m]: what was kept, negative beyond it."""
+        kept = ids >= 0
+        self._speculator.observe(slots, ids.masked_fill(~kept, -1), kept.sum(1))
+
+    def probs(self, host_slots: Sequence[int], host_queries: Sequence[int]) -> Tensor | None:
+        """[T, V] for the queries of these rows, or None."""
+        if self._probs is None:
+            return None
+        places = self._places or {slot: place for place, slot in enumerate(host_slots)}
+        width = self._probs.shape[1]
+        index = [
+            places.get(slot, 0) * width + max(query - 1, 0)
+            for slot, queries in zip(host_slots, host_queries, strict=True)
+            for query in range(queries)
+        ]
+        return self._probs.flatten(0, 1)[self._state.upload(index, torch.int64)]
+
+    def _check(self, made: Drafts, rows: int, drafts: int) -> None:
+        name = type(self._speculator).__name__
+        if made.parents is not None:
+            raise PluginError(f"{name}.propose gave a tree of drafts; chains are all that the runner verifies yet")
+        shape = tuple(made.ids.shape)
+        if len(shape) != 2 or shape[0] != rows or shape[1] > drafts:
+            raise PluginError(f"{name}.propose gave ids {list(shape)} for {rows} rows of at most {drafts} drafts")
+
+
+def _narrowed(row: RowPlan, drafts: int) -> RowPlan:
+    if drafts == row.drafts:
+        return row
+    return replace(row, query=row.query - row.drafts + drafts, drafts=drafts)

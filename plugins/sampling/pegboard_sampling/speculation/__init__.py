@@ -1,0 +1,1 @@
+"""Speculators: what proposes drafts."""

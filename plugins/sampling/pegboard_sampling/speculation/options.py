@@ -1,0 +1,42 @@
+"""Options of the first-party speculators."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class NGramOptions(BaseModel):
+    """Options of the part `ngram`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: Drafts a row at most.
+    drafts: int = Field(default=6, ge=1, le=62)
+    #: Fewest last tokens that must have come before.
+    min_n: int = Field(default=2, ge=1)
+    #: Most last tokens that are compared.
+    max_n: int = Field(default=4, ge=1, le=32)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_n > self.max_n:
+            raise ValueError(f"min_n is {self.min_n}, must not exceed max_n, {self.max_n}")
+        return self
+
+
+class DraftModelOptions(BaseModel):
+    """Options of the part `draft_model`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: A file or folder, or a name that `pegboard models` knows; it must have the target's tokenizer.
+    model: str = Field(min_length=1)
+    #: Drafts a row at most.
+    drafts: int = Field(default=4, ge=1, le=62)
+    #: Where it runs; None: beside the target.
+    device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "float64"] = "auto"
+    #: Most probable tokens that a draft may be.
+    candidates: int = Field(default=64, ge=1)

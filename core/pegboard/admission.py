@@ -7,7 +7,9 @@ import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
+from .beams.search import count_listed
 from .contracts.sampler import SamplingParams
 from .contracts.scheduler import SequenceSpec
 from .errors import InvalidRequest
@@ -37,6 +39,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int
     #: Every row needs the host to know its last token.
     needs_host_token: bool
+    #: Beams of a request at most; 0: the scheduler serves none.
+    max_beams: int
 
     def encode(self, request: Request) -> tuple[int, ...]:
         if not isinstance(request.prompt, str):
@@ -62,20 +66,25 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         that a late word about an ended sequence is never taken for a new one."""
         check_request(request)
         check_sampling(request.sampling, self.vocab_size)
-        if request.sampling.n > self.max_queue:
-            raise InvalidRequest(f"n is {request.sampling.n}, the queue holds {self.max_queue} sequences")
-        prompt = self.encode(request)
-        max_length = self._length(request.sampling, len(prompt))
         sampling = request.sampling
+        count = sampling.best_of or sampling.n
+        if count > self.max_queue:
+            name = "n" if sampling.best_of is None else "best_of"
+            raise InvalidRequest(f"{name} is {count}, the queue holds {self.max_queue} sequences")
+        prompt = self.encode(request)
+        max_length = self._length(sampling, len(prompt))
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
+        if sampling.num_beams > 1:
+            self._check_beams(sampling, stop_ids)
         seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _SEED_MASK
-        many = sampling.n > 1
+        if sampling.best_of is not None and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)  # what they are ranked by
         return [
             SequenceSpec(
                 id=f"{serial}/{index}",
                 prompt=prompt,
                 sampling=sampling,
-                seed=child_seed(seed, index) if many else seed,
+                seed=child_seed(seed, index) if count > 1 else seed,
                 max_length=max_length,
                 stop_ids=stop_ids,
                 priority=request.priority,
@@ -85,8 +94,21 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                 parent=f"{serial}/0" if index else None,
                 needs_host_token=self.needs_host_token,
             )
-            for index in range(sampling.n)
+            for index in range(count)
         ]
+
+    def _check_beams(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
+        if sampling.num_beams > self.max_beams:
+            why = f"at most {self.max_beams} sequences run at once (max_rows)"
+            if not self.max_beams:
+                why = "this scheduler serves no beam search"
+            raise InvalidRequest(f"num_beams is {sampling.num_beams}; {why}")
+        listed = count_listed(sampling, stop_ids)
+        if listed > self.vocab_size:
+            raise InvalidRequest(
+                f"num_beams is {sampling.num_beams}: with {len(stop_ids)} ids that end a text a step looks at {listed} "
+                f"tokens, the model has {self.vocab_size}"
+            )
 
     def _length(self, sampling: SamplingParams, prompt: int) -> int:
         limit = min(self.max_length, self.capacity)

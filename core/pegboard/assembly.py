@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from .admission import Admission
+from .beams.scheduler import BeamScheduler
 from .config import EngineConfig, PartChoice, load_config, unknown_allowed
 from .contracts.attention import AttentionLayer, AttentionNeed, KVLayout
 from .contracts.cache import CacheGroup, CacheManager, CacheNeed
@@ -337,6 +338,8 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
         names = [where for where in plan.parts if where.startswith("observers")]
         observers = Observers([*(selection.create(where, None) for where in names), *watchers])
         scheduler: Scheduler = selection.create("scheduler", self.needs.scheduler, cache=self.cache, clock=clock)
+        if scheduler.host_chooses:
+            scheduler = BeamScheduler(scheduler)
         executor: Executor = selection.create(
             "executor",
             self.executor_need,
@@ -348,7 +351,7 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
 
     def admission(self) -> Admission:
         config = EngineConfig.model_validate(self.plan.config)
-        sampler = Selection(self.registry, self.plan.parts).factory("sampler")
+        selection = Selection(self.registry, self.plan.parts)
         return Admission(
             tokenizer=self.tokenizer,
             no_tokenizer=self.no_tokenizer,
@@ -358,7 +361,8 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
             wanted_length=self.plan.wanted_length,
             capacity=self.plan.capacity,
             max_queue=config.max_queue,
-            needs_host_token=bool(sampler.needs_host_token),
+            needs_host_token=bool(selection.factory("sampler").needs_host_token),
+            max_beams=config.max_rows if selection.factory("scheduler").host_chooses else 0,
         )
 
 

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Self, overload
@@ -19,6 +20,7 @@ from typing import Any, Self, overload
 from msgspec.structs import asdict, replace
 
 from .assembly import assemble, engine_config
+from .best_of import BestOf
 from .config import EngineConfig
 from .contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
 from .contracts.sampler import SamplingParams
@@ -144,7 +146,10 @@ class Engine:
         sequences = self._admission.sequences(request, serial, arrival)
         name = f"request-{serial}" if id is None else id
         indices = {spec.id: index for index, spec in enumerate(sequences)}
-        handle = Handle(self, name, sequences[0].prompt, indices, self.config.stream_buffer)
+        make: Callable[..., Handle] = Handle
+        if request.sampling.best_of is not None:
+            make = partial(BestOf, request.sampling)
+        handle = make(self, name, sequences[0].prompt, indices, self.config.stream_buffer)
         emissions = {
             spec.id: self._emission(indices[spec.id], request, len(spec.prompt), arrival) for spec in sequences
         }

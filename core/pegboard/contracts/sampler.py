@@ -49,8 +49,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: Mapping[int, float] = {}
     #: Fixes the tokens, whatever runs beside; None: random.
     seed: int | None = None
-    #: Independent continuations of the prompt.
+    #: Continuations of the prompt: independent ones, or the best of `best_of` or of `num_beams`.
     n: int = 1
+    #: Samples made; the `n` with the greatest sum of log-probabilities are given. None: n.
+    best_of: int | None = None
+    #: Above 1: beam search of so many beams; nothing is drawn.
+    num_beams: int = 1
+    #: Beam search: a text's score is the sum of its log-probabilities / length ** length_penalty.
+    length_penalty: float = 1.0
+    #: Beam search. True: ends with `num_beams` texts; False: when none that runs is likely to become better; "never":
+    #: when none can become better.
+    early_stopping: bool | Literal["never"] = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     #: Show the stop string in the text.

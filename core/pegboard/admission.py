@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
 from .beams.search import count_listed
+from .contracts.processor import LogitsProcessor
 from .contracts.sampler import SamplingParams
 from .contracts.scheduler import SequenceSpec
 from .errors import InvalidRequest
 from .noise import child_seed
+from .processing import read_arguments
+from .registry.options import listed, nearest
 from .request import Request, check_prompt_ids, check_request, check_sampling
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int
     #: Every row needs the host to know its last token.
     needs_host_token: bool
+    #: Logits processors that a request may ask for, by name.
+    processors: Mapping[str, LogitsProcessor]
     #: Beams of a request at most; 0: the scheduler serves none.
     max_beams: int
 
@@ -76,6 +82,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
         if sampling.num_beams > 1:
             self._check_beams(sampling, stop_ids)
+        self._check_processors(sampling.processors)
         seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _SEED_MASK
         if sampling.best_of is not None and sampling.logprobs is None:
             sampling = replace(sampling, logprobs=0)  # what they are ranked by
@@ -92,10 +99,27 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                 deadline=None if request.timeout in (None, math.inf) else arrival + request.timeout,
                 salt=request.salt,
                 parent=f"{serial}/0" if index else None,
-                needs_host_token=self.needs_host_token,
+                needs_host_token=self.needs_host_token
+                or any(self.processors[name].needs_host_token for name in sampling.processors),
             )
             for index in range(count)
         ]
+
+    def _check_processors(self, asked: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, values in asked.items():
+            processor = self.processors.get(name)
+            if processor is None:
+                raise InvalidRequest(
+                    f"this engine has no logits processor {name!r}{nearest(name, self.processors)}; it has "
+                    f"{listed(self.processors)}: name it in the config's logits_processors"
+                )
+            arguments = read_arguments(processor, name, values)
+            try:
+                processor.check(arguments)
+            except InvalidRequest as error:
+                raise InvalidRequest(f"processors.{name}: {error}") from error
+            except Exception as error:
+                raise InvalidRequest(f"processors.{name}: checking its arguments failed: {error!r}") from error
 
     def _check_beams(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
         if sampling.num_beams > self.max_beams:

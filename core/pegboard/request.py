@@ -184,6 +184,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             for token, bias in params.logit_bias.items()
             if not _is_number(bias) or math.isnan(bias) or bias == math.inf
         ]
+    asked = params.processors
+    if not isinstance(asked, Mapping) or not all(
+        isinstance(name, str) and isinstance(arguments, Mapping) for name, arguments in asked.items()
+    ):
+        wrong.append(f"processors is {asked!r:.100}, must map names of logits processors to their arguments")
     if not wrong:
         wrong += beam_problems(params)
         if params.best_of is not None and params.best_of < params.n:

@@ -16,6 +16,7 @@ _UNUSED: Final = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "logit_bias": ({},),
+    "processors": ({},),
     "best_of": (None,),
     "stop": ((), []),
     "logprobs_mode": ("raw",),

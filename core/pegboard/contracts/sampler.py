@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request's tokens are chosen. Order: penalties, bias, temperature, top-k, top-p, min-p.
+    """How one request's tokens are chosen. Order: processors, penalties, bias, temperature, top-k, top-p, min-p.
 
     Validated at submission (`pegboard.request.check_sampling`), not here.
     """
@@ -47,6 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     #: Token id -> added to its logit.
     logit_bias: Mapping[int, float] = {}
+    #: Logits processors of the config that this request wants -> their arguments.
+    processors: Mapping[str, Mapping[str, Any]] = {}
     #: Fixes the tokens, whatever runs beside; None: random.
     seed: int | None = None
     #: Continuations of the prompt: independent ones, or the best of `best_of` or of `num_beams`.

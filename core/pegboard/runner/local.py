@@ -52,6 +52,7 @@ class LocalExecutor(Executor):
     """Steps run on this process's device in the order of launch; results are read when they retire."""
 
     shadows = True
+    processes = True
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class LocalExecutor(Executor):
             prefill=selection.create("attention", needs.prefill),
             decode=selection.create("decode_attention", needs.decode),
             sampler=selection.create("sampler", needs.sampler),
+            processors=survey.make_processors(),
         )
         runner = ModelRunner(
             parts,

@@ -20,6 +20,7 @@ from pegboard.dtypes import torch_dtype
 from .attending import Attending, Phase
 from .batching import most_packed, pack
 from .device_state import DeviceState
+from .processing import Processing, rescore
 from .recording import Recordings, ResultT
 from .step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
 from .stepping import Chosen, Computed, RunnerParts, Stepping
@@ -83,6 +84,7 @@ class ModelRunner:
         self.caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
         self._padded = padded
         self._recordings = Recordings() if recorded else None
+        self._processing = Processing(parts.processors, self._state.upload)
         self._use(parts)
 
     def _use(self, parts: RunnerParts) -> None:
@@ -108,15 +110,16 @@ class ModelRunner:
         openings = [row.opening for row in plan.rows if row.opening is not None]
         if openings:
             self._parts.sampler.open(openings)
+            self._processing.open(openings)
         shape, padded = self._shape(plan.rows)
         decode_rows = split_rows(plan.rows, self._limits.decode_width)
         vector = self._uploads.send(pack(plan.rows, decode_rows, shape, self._state.idle))
         prepared = perf_counter() - begin - self._stepping.prepared
         sampled = [row for row in plan.rows if row.samples]
-        computed, chosen = self._run(shape, padded, vector, tuple(row.slot for row in sampled))
+        computed, chosen, failed = self._run(shape, padded, vector, sampled)
         scores = [] if computed.hidden is None else self._scores(plan.rows, computed.hidden)
         prepared += self._stepping.prepared
-        return Ticket(plan, sampled, chosen.ids, chosen.logprobs, scores, prepared)
+        return Ticket(plan, sampled, chosen.ids, chosen.logprobs, scores, prepared, failed)
 
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
@@ -136,20 +139,31 @@ class ModelRunner:
         )
 
     def _run(
-        self, shape: StepShape, padded: bool, vector: Tensor, host_slots: tuple[int, ...]
-    ) -> tuple[Computed, Chosen]:
+        self, shape: StepShape, padded: bool, vector: Tensor, sampled: Sequence[RowPlan]
+    ) -> tuple[Computed, Chosen, Mapping[str, str]]:
+        """And by sequence why its row fails."""
         stepping, sampler = self._stepping, self._parts.sampler
+        host_slots = tuple(row.slot for row in sampled)
         run = self._recordings.run if padded and self._recordings is not None else _plainly
+        if self._processing.wanted(sampled):
+            computed = run(shape, lambda: stepping.compute(shape, vector))
+            assert computed.logits is not None  # a row chooses
+            processed = self._processing.apply(computed.logits, sampled)
+            chosen = stepping.choose(computed, host_slots)
+            assert chosen.ids is not None
+            logprobs = rescore(processed, chosen.logprobs, chosen.ids, sampler)
+            return computed, Chosen(chosen.ids, logprobs), processed.failed
         if not padded or not sampler.capturable:
             computed = run(shape, lambda: stepping.compute(shape, vector))
-            return computed, stepping.choose(computed, host_slots)
+            return computed, stepping.choose(computed, host_slots), {}
         key = sampler.graph_key(host_slots)
 
         def work() -> tuple[Computed, Chosen]:
             computed = stepping.compute(shape, vector)
             return computed, stepping.choose(computed, host_slots, key)
 
-        return run((shape, key), work)
+        computed, chosen = run((shape, key), work)
+        return computed, chosen, {}
 
     def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:
         """Of the rows whose prompt tokens are scored."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -55,9 +56,12 @@ class Ticket:
         logprobs: LogprobTensors | None,
         scores: Sequence[tuple[RowPlan, LogprobTensors]],
         host_seconds: float,
+        failed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """ids and logprobs may have more entries, of idle rows. `host_seconds`: spent on building the batch."""
+        """ids and logprobs may have more entries, of idle rows. `host_seconds`: spent on building the batch. `failed`:
+        sequence -> why its row fails."""
         self.plan = plan
+        self._failed = failed
         self._host_seconds = host_seconds
         self._sampled = sampled
         self._scored = [row for row, _ in scores]
@@ -79,6 +83,11 @@ class Ticket:
             records = _records(row.targets, copy.wait())
             prompts[row.id] = tuple(r for r in records if r.token_id >= 0)
         rows = tuple(self._row(row, tokens.get(row.id), logprobs.get(row.id), prompts) for row in self.plan.rows)
+        if self._failed:
+            rows = tuple(
+                RowResult(id=row.id, epoch=row.epoch, error=self._failed[row.id]) if row.id in self._failed else row
+                for row in rows
+            )
         spent = self._host_seconds + perf_counter() - begin
         return StepResult(step=self.plan.id, rows=rows, host_seconds=spent)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -82,7 +82,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
         if sampling.num_beams > 1:
             self._check_beams(sampling, stop_ids)
-        self._check_processors(sampling.processors)
+        self._check_processors(sampling)
         seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _SEED_MASK
         if sampling.best_of is not None and sampling.logprobs is None:
             sampling = replace(sampling, logprobs=0)  # what they are ranked by
@@ -105,8 +105,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
             for index in range(count)
         ]
 
-    def _check_processors(self, asked: Mapping[str, Mapping[str, Any]]) -> None:
-        for name, values in asked.items():
+    def _check_processors(self, sampling: SamplingParams) -> None:
+        for name, values in sampling.processors.items():
             processor = self.processors.get(name)
             if processor is None:
                 raise InvalidRequest(
@@ -115,7 +115,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                 )
             arguments = read_arguments(processor, name, values)
             try:
-                processor.check(arguments)
+                processor.check(arguments, sampling)
             except InvalidRequest as error:
                 raise InvalidRequest(f"processors.{name}: {error}") from error
             except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -44,6 +45,10 @@ def generate(
     length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours long texts.")] = 1.0,
     early_stopping: Annotated[str, typer.Option(help="Beam search: true, false or never.")] = "false",
     best_of: Annotated[int | None, typer.Option(help="Draw so many texts, print the most probable one.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="A file with a JSON schema: the text is JSON that it allows.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole text matches it.")] = None,
     overrides: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line.")] = False,
 ) -> None:
@@ -66,8 +71,9 @@ def generate(
         length_penalty=length_penalty,
         early_stopping=_early_stopping(early_stopping),
         best_of=best_of,
+        processors=_structured(json_schema, regex),
     )
-    with open_engine(model, config, overrides, quiet=as_json) as engine:
+    with open_engine(model, config, overrides, quiet=as_json, processors=tuple(sampling.processors)) as engine:
         before = [] if system is None else [{"role": "system", "content": system}]
         requests = [
             engine.chat_request([*before, {"role": "user", "content": text}], sampling=sampling)
@@ -86,6 +92,19 @@ def generate(
         if as_json:  # each line carries its own error
             raise typer.Exit(2)
         raise RequestFailed(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
+
+
+def _structured(json_schema: Path | None, regex: str | None) -> dict[str, dict[str, str]]:
+    """What the processor `structured` is asked for."""
+    asked = {}
+    if json_schema is not None:
+        try:
+            asked["json_schema"] = json_schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"--json-schema: {json_schema} can't be read: {error}") from None
+    if regex is not None:
+        asked["regex"] = regex
+    return {"structured": asked} if asked else {}
 
 
 def _early_stopping(text: str) -> bool | Literal["never"]:

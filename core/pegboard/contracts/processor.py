@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import msgspec
 
 from .device import DeviceFacts
+from .sampler import SamplingParams
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -80,8 +81,9 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def create(cls, need: ProcessorNeed, options: Any) -> Self: ...
 
-    def check(self, arguments: Any) -> None:  # noqa: B027
-        """InvalidRequest, with the reason: these arguments, valid by their model, can't be served. From any thread."""
+    def check(self, arguments: Any, sampling: SamplingParams) -> None:  # noqa: B027
+        """InvalidRequest, with the reason: these arguments, valid by their model, can't be served, or not beside the
+        request's other parameters. From any thread, several at a time."""
 
     @abstractmethod
     def open(self, opening: ProcessorOpening) -> None:

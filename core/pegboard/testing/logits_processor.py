@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pegboard.contracts.processor import LogitsProcessor, ProcessorNeed, ProcessorOpening, ProcessRows
+from pegboard.contracts.sampler import SamplingParams
 from pegboard.errors import InvalidRequest
 from pegboard.processing import read_arguments
 
@@ -85,13 +86,13 @@ class ProcessorSuite(Suite, standard=True):
 
     def test_examples_are_served(self, processor: LogitsProcessor) -> None:
         for values in self.examples:
-            processor.check(read_arguments(processor, "it", values))
+            processor.check(read_arguments(processor, "it", values), SamplingParams())
 
     def test_wrong_arguments_are_refused(self, processor: LogitsProcessor) -> None:
         for values in self.wrong:
 
             def ask(values: Mapping[str, Any] = values) -> None:
-                processor.check(read_arguments(processor, "it", values))
+                processor.check(read_arguments(processor, "it", values), SamplingParams())
 
             raises(InvalidRequest, ask, f"arguments {values!r}")
 

@@ -23,4 +23,12 @@ def pegboard_parts() -> tuple[Part, ...]:
             devices=("cuda",),
             priority=10,
         ),
+        Part(
+            role="logits_processor",
+            name="structured",
+            factory="pegboard_sampling.structured.processor:StructuredOutput",
+            summary="Texts that match a JSON schema, a regular expression or a grammar",
+            requires=("llguidance",),
+            install='pip install "pegboard[structured]"',
+        ),
     )

@@ -57,7 +57,7 @@ class Only(Watched):
         super().__init__(need)
         self.ids: dict[int, list[int]] = {}
 
-    def check(self, arguments: Ids) -> None:
+    def check(self, arguments: Ids, sampling: SamplingParams) -> None:
         if max(arguments.ids) >= self.need.vocab_size:
             raise InvalidRequest(f"there is no token {max(arguments.ids)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -128,6 +129,37 @@ def test_abort_and_deadline_give_everything_back(tiny_path: Path, make_engine: C
     late = engine.submit(prompt(0), long, timeout=0.1).result(timeout=60)
     assert [c.finish_reason for c in late.completions] == ["deadline"] * 3
     assert told(engine.generate([prompt(0)], BEAMS)[0])
+    empty(engine)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_rows": 8}, {"max_rows": 5, "kv_memory": 10 * PAGE, "max_length": 48}], ids=str
+)
+def test_many_cancels_leak_nothing(tiny_path: Path, make_engine: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """Whenever they come, and whatever runs beside: the rest ends as it should."""
+    random = Random(1)
+    engine = make_engine(tiny_path, device="cpu", run_ahead=1, **settings)
+    right: dict[int, Any] = {}
+    for _ in range(4):
+        kept = []
+        for index in range(8):
+            if random.random() < 0.3:
+                engine.submit(prompt(index), SamplingParams(seed=1, max_tokens=random.randint(1, 20)))
+            handle = engine.submit(prompt(index), BEAMS, timeout=random.choice([None, None, 0.05]))
+            if random.random() < 0.5:
+                threading.Event().wait(random.choice([0.0, 0.005, 0.02]))
+                handle.abort()
+            kept.append((index, handle))
+        for index, handle in kept:
+            output = handle.result(timeout=120)
+            reasons = {completion.finish_reason for completion in output.completions}
+            assert len(reasons) == 1
+            if reasons == {"length"}:
+                assert right.setdefault(index, told(output)) == told(output)
+            else:
+                assert reasons <= {"abort", "deadline"}
+    while engine._phases.scheduler.has_work():
+        threading.Event().wait(0.01)
     empty(engine)
 
 

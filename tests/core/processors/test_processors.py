@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import msgspec
 import pytest
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from pegboard import ConfigError, Engine, InvalidRequest, Part, SamplingParams, hookimpl
+from pegboard.assembly import AssemblyPlan, Survey
 from pegboard.contracts.processor import LogitsProcessor, ProcessorNeed, ProcessorOpening, ProcessRows
+from pegboard.runner.local import LocalExecutor
 from pegboard.testing import isolated_engine
 
 PROMPT = [5, 9, 13, 40, 77]
@@ -245,3 +248,35 @@ def test_configs(tiny_path: Path) -> None:
             isolated_engine(tiny_path, plugins=[Plugin()], logits_processors=wrong),
         ):
             pass
+
+
+def test_an_executor_that_runs_none_is_refused_with_them(tiny_path: Path) -> None:
+    class Plain(LocalExecutor):
+        processes = False
+
+    class Executors(Plugin):
+        @hookimpl
+        def pegboard_parts(self) -> list[Part]:
+            return [*super().pegboard_parts(), Part(role="executor", name="plain", factory=Plain, summary="Of old")]
+
+    with (
+        pytest.raises(ConfigError, match="executor = 'plain' runs no logits processors"),
+        isolated_engine(tiny_path, plugins=[Executors()], logits_processors=["only"], executor="plain"),
+    ):
+        pass
+
+
+def test_the_plan_knows_them(tiny_path: Path) -> None:
+    """What another process would make of it."""
+    with isolated_engine(tiny_path, **ALL) as engine:
+        plan = msgspec.json.decode(msgspec.json.encode(engine.plan), type=AssemblyPlan)
+        survey = Survey.of_plan(plan, engine._discover([]))
+        made = survey.make_processors()
+        survey.checkpoint.close()
+    assert [(name, type(processor)) for name, processor in made.items()] == [
+        ("only", Only),
+        ("counting", Counting),
+        ("fragile", Fragile),
+    ]
+    need = made["only"].need
+    assert (need.vocab_size, need.eos_ids, need.tokenizer_json) == (211, {2}, None)

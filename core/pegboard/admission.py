@@ -71,18 +71,15 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         """One a continuation; the first computes the prompt, the others fork from it. `serial` is never used twice, so
         that a late word about an ended sequence is never taken for a new one."""
         check_request(request)
-        check_sampling(request.sampling, self.vocab_size)
         sampling = request.sampling
+        self.check(sampling)
         count = sampling.best_of or sampling.n
         if count > self.max_queue:
             name = "n" if sampling.best_of is None else "best_of"
             raise InvalidRequest(f"{name} is {count}, the queue holds {self.max_queue} sequences")
         prompt = self.encode(request)
         max_length = self._length(sampling, len(prompt))
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
-        if sampling.num_beams > 1:
-            self._check_beams(sampling, stop_ids)
-        self._check_processors(sampling)
+        stop_ids = self._stop_ids(sampling)
         seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _SEED_MASK
         if sampling.best_of is not None and sampling.logprobs is None:
             sampling = replace(sampling, logprobs=0)  # what they are ranked by
@@ -120,6 +117,16 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"processors.{name}: {error}") from error
             except Exception as error:
                 raise InvalidRequest(f"processors.{name}: checking its arguments failed: {error!r}") from error
+
+    def check(self, sampling: SamplingParams) -> None:
+        """InvalidRequest: no request to this engine may have these parameters, whatever its prompt."""
+        check_sampling(sampling, self.vocab_size)
+        if sampling.num_beams > 1:
+            self._check_beams(sampling, self._stop_ids(sampling))
+        self._check_processors(sampling)
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
 
     def _check_beams(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
         if sampling.num_beams > self.max_beams:

@@ -29,7 +29,7 @@ from .emitter import Emission, Emitter
 from .errors import EngineDead, InvalidRequest, PegboardError
 from .phases import Phases
 from .registry.registry import Registry
-from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request, check_sampling
+from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request
 from .shadow.totals import ShadowTotals, count_shadow
 from .stats import EngineStats
 from .stopwatch import Stopwatch
@@ -230,7 +230,7 @@ class Engine:
     def check(self, sampling: SamplingParams) -> None:
         """InvalidRequest naming every parameter that no request to this model may have."""
         check_request(Request(prompt="", sampling=sampling))
-        check_sampling(sampling, self._admission.vocab_size)
+        self._admission.check(sampling)
 
     def abort(self, id: str) -> bool:
         """End a request; its deltas end with "abort". False if no such request is live."""

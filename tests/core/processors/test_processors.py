@@ -225,11 +225,12 @@ def test_only_who_needs_tokens_waits_for_them(tiny_path: Path) -> None:
     ],
 )
 def test_what_can_not_be_is_refused(tiny_path: Path, processors: Any, reason: str) -> None:
-    with (
-        isolated_engine(tiny_path, **ALL) as engine,
-        pytest.raises(InvalidRequest, match=reason),
-    ):
-        engine.submit(PROMPT, SamplingParams(processors=processors))
+    sampling = SamplingParams(processors=processors)
+    with isolated_engine(tiny_path, **ALL) as engine:
+        with pytest.raises(InvalidRequest, match=reason):
+            engine.submit(PROMPT, sampling)
+        with pytest.raises(InvalidRequest, match=reason):
+            engine.check(sampling)
 
 
 def test_an_engine_without_them_says_so(tiny_path: Path, make_engine: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from .admission import Admission
+from .beams.scheduler import BeamScheduler
 from .config import EngineConfig, PartChoice, load_config, unknown_allowed
 from .contracts.attention import AttentionLayer, AttentionNeed, KVLayout
 from .contracts.cache import CacheGroup, CacheManager, CacheNeed
@@ -23,6 +24,7 @@ from .contracts.checkpoint import Checkpoint, CheckpointNeed
 from .contracts.device import DeviceFacts
 from .contracts.executor import Executor, ExecutorNeed
 from .contracts.model import ModelNeed, ModelSpec
+from .contracts.processor import LogitsProcessor, ProcessorNeed
 from .contracts.quantizer import Shard
 from .contracts.scheduler import Scheduler
 from .contracts.speculator import SpeculatorNeed, SpeculatorSpec
@@ -138,6 +140,8 @@ class Selection:
 def _role(where: str) -> str:
     if where.startswith("observers"):
         return "observer"
+    if where.startswith("logits_processors"):
+        return "logits_processor"
     where = where.removeprefix("shadow.")
     return "attention" if where == "decode_attention" else where
 
@@ -287,12 +291,35 @@ class Survey:
             self.decide("ops", config.ops, needs.ops),
         ]
         made += [decision for decision in self.decisions if decision.where in ("executor", "speculator")]
+        for index, choice in enumerate(config.logits_processors):
+            made.append(self.decide(f"logits_processors[{index}]", choice, self.processor_need))
         for index, choice in enumerate(config.observers):
             made.append(self.decide(f"observers[{index}]", choice, None, static=False))
         made += self._decide_references()
         problems = [*self.problems, *unknown_allowed(self.config, self.registry), *self._shadow_problems()]
         problems += self._speculation_problems()
+        problems += self._processor_problems()
         return problems + [reason for decision in made for reason in decision.reasons]
+
+    @cached_property
+    def processor_need(self) -> ProcessorNeed:
+        """With the whole tokenizer, so it is made where processors are wanted only."""
+        tokenizer, _ = read_tokenizer(self.checkpoint)
+        sampler = self.needs.sampler
+        return ProcessorNeed(
+            device=sampler.device,
+            vocab_size=sampler.vocab_size,
+            slots=sampler.slots,
+            max_length=sampler.max_length,
+            eos_ids=_eos_ids(self.checkpoint, tokenizer, _vocab_limit(self.spec, tokenizer)),
+            tokenizer_json=None if tokenizer is None else tokenizer.backend.to_str(),
+        )
+
+    def make_processors(self) -> dict[str, LogitsProcessor]:
+        """By name, in the config's order."""
+        selection = self.selection
+        places = [where for where in self.parts if where.startswith("logits_processors")]
+        return {self.parts[where].name: selection.create(where, self.processor_need) for where in places}
 
     @property
     def reference_needs(self) -> dict[str, Any]:
@@ -323,6 +350,13 @@ class Survey:
         if self.selection.factory("executor").shadows:
             return []
         return [f"executor = {self.parts['executor'].name!r} does not run parts beside others: leave `shadow` out"]
+
+    def _processor_problems(self) -> list[str]:
+        if not self.config.logits_processors or "executor" not in self.parts:
+            return []
+        if self.selection.factory("executor").processes:
+            return []
+        return [f"executor = {self.parts['executor'].name!r} runs no logits processors: leave `logits_processors` out"]
 
     @property
     def selection(self) -> Selection:
@@ -380,6 +414,8 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
     #: Why there is none and what to do; "" when there is one.
     no_tokenizer: str
     eos_ids: frozenset[int]
+    #: By name; these check what requests ask of them.
+    processors: Mapping[str, LogitsProcessor]
 
     def build(
         self,
@@ -392,6 +428,8 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
         names = [where for where in plan.parts if where.startswith("observers")]
         observers = Observers([*(selection.create(where, None) for where in names), *watchers])
         scheduler: Scheduler = selection.create("scheduler", self.needs.scheduler, cache=self.cache, clock=clock)
+        if scheduler.host_chooses:
+            scheduler = BeamScheduler(scheduler)
         executor: Executor = selection.create(
             "executor",
             self.executor_need,
@@ -403,7 +441,7 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
 
     def admission(self) -> Admission:
         config = EngineConfig.model_validate(self.plan.config)
-        sampler = Selection(self.registry, self.plan.parts).factory("sampler")
+        selection = Selection(self.registry, self.plan.parts)
         return Admission(
             tokenizer=self.tokenizer,
             no_tokenizer=self.no_tokenizer,
@@ -413,8 +451,10 @@ class Assembled(msgspec.Struct, frozen=True, kw_only=True):
             wanted_length=self.plan.wanted_length,
             capacity=self.plan.capacity,
             max_queue=config.max_queue,
-            needs_host_token=bool(sampler.needs_host_token) or self._speculates_on_host(),
+            needs_host_token=bool(selection.factory("sampler").needs_host_token) or self._speculates_on_host(),
             max_drafts=self.needs.sampler.max_drafts,
+            processors=self.processors,
+            max_beams=config.max_rows if selection.factory("scheduler").host_chooses else 0,
         )
 
     def _speculates_on_host(self) -> bool:
@@ -497,8 +537,8 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         named = survey.parts["cache"].name
         raise ConfigError(f"cache = {named!r} evicts by score mass, which is not reported yet: choose another")
     cache: CacheManager = survey.selection.create("cache", cache_need)
-    tokenizer, advice = _tokenizer(survey.checkpoint)
-    limit = spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
+    tokenizer, advice = read_tokenizer(survey.checkpoint)
+    limit = _vocab_limit(spec, tokenizer)
     paths, unportable = locate_objects(objects)
     plan = AssemblyPlan(
         config=config.model_dump(mode="json", exclude_none=True),
@@ -528,6 +568,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         tokenizer=tokenizer,
         no_tokenizer=advice,
         eos_ids=_eos_ids(survey.checkpoint, tokenizer, limit),
+        processors=survey.make_processors(),
     )
 
 
@@ -622,10 +663,14 @@ def _capacity(cache: CacheManager, longest: int) -> int:
     return low
 
 
-def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
+def read_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
     """(tokenizer, ""), or (None, what to do): a model without one that is read takes prompts of token ids."""
     files = checkpoint.tokenizer
     return (load_tokenizer(files), "") if has_tokenizer(files) else (None, no_tokenizer(files))
+
+
+def _vocab_limit(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
+    return spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
 
 
 def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:

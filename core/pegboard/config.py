@@ -144,6 +144,20 @@ def _check_named(choice: PartChoice) -> PartChoice:
     return choice
 
 
+def _check_processor(choice: PartChoice) -> PartChoice:
+    if choice.use == "auto":
+        raise ValueError("logits processors must be named; there is no automatic choice of them")
+    return choice
+
+
+def _check_distinct(choices: tuple[PartChoice, ...]) -> tuple[PartChoice, ...]:
+    names = [choice.use for choice in choices]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is listed twice: requests ask for a processor by its name")
+    return choices
+
+
 def _check_reference(choice: PartChoice) -> PartChoice:
     if choice.use == "auto":
         raise ValueError("the part to compare with must be named; there is no automatic choice of it")
@@ -259,6 +273,10 @@ class EngineConfig(BaseModel):
     cache: PartChoice = PartChoice()
     scheduler: PartChoice = PartChoice()
     sampler: PartChoice = PartChoice()
+    #: Requests ask for those that they want.
+    logits_processors: Annotated[
+        tuple[Annotated[PartChoice, AfterValidator(_check_processor)], ...], AfterValidator(_check_distinct)
+    ] = Field(default=(), strict=False)
     quantizer: PartChoice = PartChoice()
     ops: PartChoice = PartChoice()
     executor: PartChoice = PartChoice()
@@ -289,6 +307,8 @@ class EngineConfig(BaseModel):
         """(path in the config, role, choice) of every part that the config chooses."""
         found = [(field, role, getattr(self, field)) for field, role in _CHOICES.items()]
         found += [(f"observers[{index}]", "observer", choice) for index, choice in enumerate(self.observers)]
+        processors = enumerate(self.logits_processors)
+        found += [(f"logits_processors[{index}]", "logits_processor", choice) for index, choice in processors]
         if self.shadow is not None:
             found += [(f"shadow.{role}", role, choice) for role, choice in self.shadow.references().items()]
         return tuple((where, role, choice) for where, role, choice in found if choice is not None)
@@ -308,7 +328,7 @@ def load_config(
     else:
         values = read_config(source)
     merged, problems = apply_overrides(
-        values, overrides, {*_CHOICES, "observers", *(f"shadow.{role}" for role in _SHADOWED)}
+        values, overrides, {*_CHOICES, "observers", "logits_processors", *(f"shadow.{role}" for role in _SHADOWED)}
     )
     try:
         config = validate(EngineConfig, merged, "")

@@ -143,6 +143,7 @@ class Emitter:
             finish_reason="stop" if reason is not None and stopped else reason,
             error=None if stopped else progress.error,
             metrics=metrics,
+            score=progress.score,
         )
 
     def fail(self, progress: Progress, error: Exception) -> Delta | None:

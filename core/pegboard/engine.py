@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Self, overload
@@ -19,6 +20,7 @@ from typing import Any, Self, overload
 from msgspec.structs import asdict, replace
 
 from .assembly import assemble, engine_config
+from .best_of import BestOf
 from .config import EngineConfig
 from .contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
 from .contracts.sampler import SamplingParams
@@ -27,7 +29,7 @@ from .emitter import Emission, Emitter
 from .errors import EngineDead, InvalidRequest, PegboardError
 from .phases import Phases
 from .registry.registry import Registry
-from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request, check_sampling
+from .request import Delta, Prompt, Request, RequestOutput, check_options, check_request
 from .shadow.totals import ShadowTotals, count_shadow
 from .speculation import SpeculationStats, add_drafts
 from .stats import EngineStats
@@ -146,7 +148,10 @@ class Engine:
         sequences = self._admission.sequences(request, serial, arrival)
         name = f"request-{serial}" if id is None else id
         indices = {spec.id: index for index, spec in enumerate(sequences)}
-        handle = Handle(self, name, sequences[0].prompt, indices, self.config.stream_buffer)
+        make: Callable[..., Handle] = Handle
+        if request.sampling.best_of is not None:
+            make = partial(BestOf, request.sampling)
+        handle = make(self, name, sequences[0].prompt, indices, self.config.stream_buffer)
         emissions = {
             spec.id: self._emission(indices[spec.id], request, len(spec.prompt), arrival) for spec in sequences
         }
@@ -227,7 +232,7 @@ class Engine:
     def check(self, sampling: SamplingParams) -> None:
         """InvalidRequest naming every parameter that no request to this model may have."""
         check_request(Request(prompt="", sampling=sampling))
-        check_sampling(sampling, self._admission.vocab_size)
+        self._admission.check(sampling)
 
     def abort(self, id: str) -> bool:
         """End a request; its deltas end with "abort". False if no such request is live."""

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from .beams.params import beam_problems
 from .contracts.observer import RequestMetrics
 from .contracts.sampler import SamplingParams, TokenLogprobs
 from .contracts.scheduler import FinishReason
@@ -44,6 +45,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     #: One a token, when asked for.
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    #: What `best_of` or beam search ranked it by; None without.
+    score: float | None = None
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +96,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+    #: With a finish_reason, as in Completion.
+    score: float | None = None
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -152,6 +157,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     number("frequency_penalty", -1e4, 1e4)
     whole("seed", -(2**63), 2**64 - 1, optional=True)
     whole("n", 1, 1024)
+    whole("best_of", 1, 1024, optional=True)
+    whole("num_beams", 1, 1024)
+    number("length_penalty", -4.0, 4.0)
+    if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
+        wrong.append(f"early_stopping is {params.early_stopping!r}, must be True, False or 'never'")
     whole("logprobs", 0, vocab_size, optional=True)
     whole("prompt_logprobs", 0, vocab_size, optional=True)
     if params.logprobs_mode not in ("raw", "processed"):
@@ -174,6 +184,15 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             for token, bias in params.logit_bias.items()
             if not _is_number(bias) or math.isnan(bias) or bias == math.inf
         ]
+    asked = params.processors
+    if not isinstance(asked, Mapping) or not all(
+        isinstance(name, str) and isinstance(arguments, Mapping) for name, arguments in asked.items()
+    ):
+        wrong.append(f"processors is {asked!r:.100}, must map names of logits processors to their arguments")
+    if not wrong:
+        wrong += beam_problems(params)
+        if params.best_of is not None and params.best_of < params.n:
+            wrong.append(f"best_of is {params.best_of}, must be at least n, {params.n}")
     if wrong:
         raise InvalidRequest("sampling parameters are not valid: " + "; ".join(wrong))
 

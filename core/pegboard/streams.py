@@ -183,6 +183,7 @@ def _join(id: str, prompt: tuple[int, ...], deltas: list[Delta]) -> RequestOutpu
                 metrics=last.metrics or RequestMetrics(),
                 logprobs=logprobs or None,
                 error=last.error,
+                score=last.score,
             )
         )
     scored = tuple(record for delta in deltas for record in delta.prompt_logprobs if delta.index == 0)

@@ -260,11 +260,13 @@ def test_choices_name_every_part_that_the_config_chooses() -> None:
     assert {where for where, _, _ in plain} == {
         "attention", "cache", "scheduler", "sampler", "quantizer", "ops", "executor"
     }  # fmt: skip
-    full = load_config({"model": "m", "decode_attention": "x", "speculator": "y", "observers": ["z"]}).choices()
+    lists = {"observers": ["z"], "logits_processors": ["p"]}
+    full = load_config({"model": "m", "decode_attention": "x", "speculator": "y", **lists}).choices()
     assert [(where, role) for where, role, _ in full if where not in {w for w, _, _ in plain}] == [
         ("decode_attention", "attention"),
         ("speculator", "speculator"),
         ("observers[0]", "observer"),
+        ("logits_processors[0]", "logits_processor"),
     ]
     assert {role for _, role, _ in full} | {"model", "checkpoint"} == set(ROLES)
 

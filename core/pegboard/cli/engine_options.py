@@ -30,10 +30,15 @@ Seed = Annotated[int | None, typer.Option(help="Makes the text reproducible.")]
 
 @contextmanager
 def open_engine(
-    model: str | None, config: Path | None, overrides: list[str] | None, *, quiet: bool
+    model: str | None,
+    config: Path | None,
+    overrides: list[str] | None,
+    *,
+    quiet: bool,
+    processors: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """The engine that the options describe, with a bar on stderr while it loads."""
-    with make_engine(model, config, overrides, quiet=quiet) as engine:
+    with make_engine(model, config, overrides, quiet=quiet, processors=processors) as engine:
         yield engine
 
 
@@ -44,8 +49,9 @@ def make_engine(
     *,
     quiet: bool,
     watchers: Sequence[object] = (),
+    processors: Sequence[str] = (),
 ) -> Engine:
-    """The same, for the caller to close."""
+    """The same, for the caller to close. `processors` are logits processors beside those of the config."""
     from ..config import load_config
     from ..config_sources import read_config
     from ..engine import Engine
@@ -54,6 +60,11 @@ def make_engine(
     if model is not None:
         values["model"] = model
     loaded = load_config(values, overrides or ())
+    listed = {choice.use for choice in loaded.logits_processors}
+    more = [{"use": name} for name in processors if name not in listed]
+    if more:
+        known = [choice.model_dump() for choice in loaded.logits_processors]
+        loaded = load_config(loaded, {"logits_processors": [*known, *more]})
     with loading_bar(shown=not quiet) as advance:
         return Engine(config=loaded, progress=advance, watchers=watchers)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
@@ -40,6 +41,14 @@ def generate(
     min_p: MinP = 0.0,
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the text at this string; may be repeated.")] = None,
+    num_beams: Annotated[int, typer.Option(help="Beam search of so many beams, if above 1.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours long texts.")] = 1.0,
+    early_stopping: Annotated[str, typer.Option(help="Beam search: true, false or never.")] = "false",
+    best_of: Annotated[int | None, typer.Option(help="Draw so many texts, print the most probable one.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="A file with a JSON schema: the text is JSON that it allows.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole text matches it.")] = None,
     overrides: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line.")] = False,
 ) -> None:
@@ -58,8 +67,13 @@ def generate(
         min_p=min_p,
         seed=seed,
         stop=tuple(stop or ()),
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=_early_stopping(early_stopping),
+        best_of=best_of,
+        processors=_structured(json_schema, regex),
     )
-    with open_engine(model, config, overrides, quiet=as_json) as engine:
+    with open_engine(model, config, overrides, quiet=as_json, processors=tuple(sampling.processors)) as engine:
         before = [] if system is None else [{"role": "system", "content": system}]
         requests = [
             engine.chat_request([*before, {"role": "user", "content": text}], sampling=sampling)
@@ -78,6 +92,28 @@ def generate(
         if as_json:  # each line carries its own error
             raise typer.Exit(2)
         raise RequestFailed(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
+
+
+def _structured(json_schema: Path | None, regex: str | None) -> dict[str, dict[str, str]]:
+    """What the processor `structured` is asked for."""
+    asked = {}
+    if json_schema is not None:
+        try:
+            asked["json_schema"] = json_schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"--json-schema: {json_schema} can't be read: {error}") from None
+    if regex is not None:
+        asked["regex"] = regex
+    return {"structured": asked} if asked else {}
+
+
+def _early_stopping(text: str) -> bool | Literal["never"]:
+    match text:
+        case "true" | "false":
+            return text == "true"
+        case "never":
+            return "never"
+    raise InvalidRequest(f"--early-stopping is {text!r}, must be true, false or never")
 
 
 def print_stream(deltas: Iterator[Delta]) -> str:

@@ -33,6 +33,8 @@ class Executor(ABC):
 
     #: It runs what the config's `shadow` asks for, and reports it in StepResult.shadow.
     shadows: bool = False
+    #: It runs the config's `logits_processors`.
+    processes: bool = False
 
     @classmethod
     @abstractmethod

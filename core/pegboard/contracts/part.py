@@ -19,6 +19,7 @@ CONTRACT_VERSIONS: Final[Mapping[str, int]] = MappingProxyType(
         "cache": 1,
         "scheduler": 1,
         "sampler": 1,
+        "logits_processor": 1,
         "quantizer": 1,
         "ops": 1,
         "model": 1,

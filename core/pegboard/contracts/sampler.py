@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request's tokens are chosen. Order: penalties, bias, temperature, top-k, top-p, min-p.
+    """How one request's tokens are chosen. Order: processors, penalties, bias, temperature, top-k, top-p, min-p.
 
     Validated at submission (`pegboard.request.check_sampling`), not here.
     """
@@ -47,10 +47,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     #: Token id -> added to its logit.
     logit_bias: Mapping[int, float] = {}
+    #: Logits processors of the config that this request wants -> their arguments.
+    processors: Mapping[str, Mapping[str, Any]] = {}
     #: Fixes the tokens, whatever runs beside; None: random.
     seed: int | None = None
-    #: Independent continuations of the prompt.
+    #: Continuations of the prompt: independent ones, or the best of `best_of` or of `num_beams`.
     n: int = 1
+    #: Samples made; the `n` with the greatest sum of log-probabilities are given. None: n.
+    best_of: int | None = None
+    #: Above 1: beam search of so many beams; nothing is drawn.
+    num_beams: int = 1
+    #: Beam search: a text's score is the sum of its log-probabilities / length ** length_penalty.
+    length_penalty: float = 1.0
+    #: Beam search. True: ends with `num_beams` texts; False: when none that runs is likely to become better; "never":
+    #: when none can become better.
+    early_stopping: bool | Literal["never"] = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     #: Show the stop string in the text.

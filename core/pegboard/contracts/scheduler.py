@@ -44,6 +44,9 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     needs_host_token: bool = False
     #: Drafts a step at most.
     max_drafts: int = 0
+    #: The token that a row of it chose is not taken: Progress tells the row's log-probabilities without tokens, and it
+    #: rests until `extend` or `fork`. For schedulers with `Scheduler.host_chooses`; comes with `needs_host_token`.
+    host_chooses: bool = False
 
 
 class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +156,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    #: With a finish_reason: what beam search ranks by.
+    score: float | None = None
     #: With a finish_reason: prompt tokens that were found in the prefix cache, and preemptions.
     cached_tokens: int = 0
     preemptions: int = 0
@@ -195,6 +200,9 @@ class Scheduler(ABC):
     what of it flies (the next `epoch`), and run it again from all its tokens, in the same slot, with a new `opening`.
     A child (`SequenceSpec.parent`) may fork its parent's prompt or compute it anew: its tokens are the same.
     """
+
+    #: It serves sequences with `SequenceSpec.host_chooses`; without it beam search is refused.
+    host_chooses: bool = False
 
     @classmethod
     @abstractmethod

@@ -13,6 +13,7 @@ from ..contracts.executor import Executor
 from ..contracts.model import DecoderModel
 from ..contracts.observer import Observer
 from ..contracts.ops import Ops
+from ..contracts.processor import LogitsProcessor
 from ..contracts.quantizer import Quantizer
 from ..contracts.sampler import Sampler
 from ..contracts.scheduler import Scheduler
@@ -23,6 +24,7 @@ INTERFACES: Final[dict[str, type]] = {
     "cache": CacheManager,
     "scheduler": Scheduler,
     "sampler": Sampler,
+    "logits_processor": LogitsProcessor,
     "quantizer": Quantizer,
     "ops": Ops,
     "model": DecoderModel,

@@ -53,6 +53,7 @@ class LocalExecutor(Executor):
     """Steps run on this process's device in the order of launch; results are read when they retire."""
 
     shadows = True
+    processes = True
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class LocalExecutor(Executor):
             decode=selection.create("decode_attention", needs.decode),
             sampler=selection.create("sampler", needs.sampler),
             speculator=cls._speculator(survey),
+            processors=survey.make_processors(),
         )
         runner = ModelRunner(
             parts,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from pegboard.contracts.attention import LayerCache
@@ -23,6 +24,7 @@ from .attending import Attending, Phase
 from .batching import most_packed, pack
 from .compiling import Compilation
 from .device_state import DeviceState
+from .processing import Processing, rescore
 from .recording import Recordings, ResultT
 from .rehearsal import Rehearsal, choice_key, shapes_ahead
 from .step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
@@ -92,6 +94,7 @@ class ModelRunner:
         self._compilation: Compilation | None = None
         self._ahead: set[Hashable] = set()
         self._drafts = None if parts.speculator is None else DraftLimits(limits.decode_width - 1, adapts)
+        self._processing = Processing(parts.processors, self._state.upload)
         self._use(parts)
 
     def _use(self, parts: RunnerParts) -> None:
@@ -150,6 +153,7 @@ class ModelRunner:
             self._parts.sampler.open(openings)
             if drafting is not None:
                 drafting.open(openings)
+            self._processing.open(openings)
         rows = plan.rows if drafting is None else drafting.settle(plan.rows)
         measured = None if self._drafts is None else self._drafts.begin(rows, begin)
         shape, padded = self._shape(rows)
@@ -157,12 +161,12 @@ class ModelRunner:
         vector = self._uploads.send(pack(rows, decode_rows, shape, self._state.idle))
         prepared = perf_counter() - begin - self._stepping.prepared
         sampled = [row for row in rows if row.samples]
-        computed, chosen = self._run(shape, padded, vector, sampled)
+        computed, chosen, failed = self._run(shape, padded, vector, sampled)
         scores = [] if computed.hidden is None else self._scores(rows, computed.hidden)
         prepared += self._stepping.prepared
         if measured is not None and self._state.device.type == "cpu":
             measured.launched()
-        return Ticket(plan, sampled, chosen, scores, prepared, measured)
+        return Ticket(plan, sampled, chosen, scores, prepared, measured, failed)
 
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
@@ -186,24 +190,33 @@ class ModelRunner:
 
     def _run(
         self, shape: StepShape, padded: bool, vector: Tensor, sampled: Sequence[RowPlan]
-    ) -> tuple[Computed, Chosen]:
+    ) -> tuple[Computed, Chosen, Mapping[str, str]]:
+        """And by sequence why its row fails."""
         stepping, sampler = self._stepping, self._parts.sampler
         self._settle_rehearsal()
         host_slots = tuple(row.slot for row in sampled)
         run = self._recordings.run if padded and self._recordings is not None else _plainly
         observes = self._parts.speculator is None or self._parts.speculator.capturable
-        if not padded or not sampler.capturable or not observes or shape.drafts:
+        processes = self._processing.wanted(sampled)
+        if not padded or not sampler.capturable or not observes or shape.drafts or processes:
             computed = run((shape,), lambda: stepping.compute(shape, vector))
+            queries = tuple(1 + row.drafts for row in sampled)
+            processed = self._processing.apply(computed.logits, sampled, queries) if processes else None
             if shape.drafts:
-                return computed, stepping.verify(computed, host_slots, tuple(1 + row.drafts for row in sampled))
-            return computed, stepping.choose(computed, host_slots)
+                chosen = stepping.verify(computed, host_slots, queries)
+            else:
+                chosen = stepping.choose(computed, host_slots)
+            if processed is None:
+                return computed, chosen, {}
+            return computed, replace(chosen, logprobs=rescore(processed, chosen, sampler)), processed.failed
         key = sampler.graph_key(host_slots)
 
         def work() -> tuple[Computed, Chosen]:
             computed = stepping.compute(shape, vector)
             return computed, stepping.choose(computed, host_slots, key)
 
-        return run((shape, choice_key(shape.samples, key)), work)
+        computed, chosen = run((shape, choice_key(shape.samples, key)), work)
+        return computed, chosen, {}
 
     def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:
         """Of the rows whose prompt tokens are scored."""

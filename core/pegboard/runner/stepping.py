@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from torch import Tensor
 from pegboard.contracts.attention import AttentionBackend, LayerCache
 from pegboard.contracts.model import DecoderModel, ModelSpec, StepContext
 from pegboard.contracts.ops import Ops
+from pegboard.contracts.processor import LogitsProcessor
 from pegboard.contracts.sampler import LogprobTensors, Sampler, SampleRows, VerifyRows
 from pegboard.contracts.speculator import Speculator
 from pegboard.errors import PegboardError
@@ -38,10 +40,13 @@ class RunnerParts:
         decode: AttentionBackend[Any],
         sampler: Sampler,
         speculator: Speculator | None = None,
+        processors: Mapping[str, LogitsProcessor] = MappingProxyType({}),
     ) -> None:
         self.model, self.spec, self.ops = model, spec, ops
         self.prefill, self.decode, self.sampler = prefill, decode, sampler
         self.speculator = speculator
+        #: Logits processors by name, in the order in which they run.
+        self.processors = processors
 
     def replace(self, **parts: Any) -> RunnerParts:
         """The same with other parts."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -58,10 +59,12 @@ class Ticket:
         scores: Sequence[tuple[RowPlan, LogprobTensors]],
         host_seconds: float,
         measured: MeasuredStep | None = None,
+        failed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`chosen` may have more entries, of idle rows. `host_seconds`: spent on building the batch. `measured`: of an
-        engine with a speculator."""
+        engine with a speculator. `failed`: sequence -> why its row fails."""
         self.plan = plan
+        self._failed = failed
         self._host_seconds = host_seconds
         self._sampled, self._measured = sampled, measured
         self._scored = [row for row, _ in scores]
@@ -85,6 +88,11 @@ class Ticket:
             records = _records(row.targets, copy.wait())
             prompts[row.id] = tuple(r for r in records if r.token_id >= 0)
         rows = tuple(_result(row, tokens.get(row.id, ()), logprobs.get(row.id), prompts) for row in self.plan.rows)
+        if self._failed:
+            rows = tuple(
+                RowResult(id=row.id, epoch=row.epoch, error=self._failed[row.id]) if row.id in self._failed else row
+                for row in rows
+            )
         spent = self._host_seconds + perf_counter() - begin
         report = None
         if self._measured is not None:

@@ -25,6 +25,8 @@ from .ledger import Ledger
 class LedgerScheduler(Scheduler):
     """All of the contract but the policy: derive, implement `schedule`, and `rank` if priority isn't all."""
 
+    host_chooses = True
+
     def __init__(self, need: SchedulerNeed, options: Any, cache: CacheManager, clock: Callable[[], float]) -> None:
         self.options = options
         self.ledger = Ledger(need, cache, clock, self.rank)

@@ -337,7 +337,11 @@ class Ledger:
             if not tokens:
                 self._end(seq, "error", f"the row of {seq.id!r} chose no token")
                 return
-            seq.entries += plan.query - plan.drafts + len(tokens) - 1
+            if seq.host_chooses:
+                tokens = ()
+                seq.entries += plan.query
+            else:
+                seq.entries += plan.query - plan.drafts + len(tokens) - 1
             known.extend(tokens)
             if len(known) >= seq.max_length or not seq.stop_ids.isdisjoint(tokens):
                 tokens, reason = self._cut(seq, tokens)
@@ -354,7 +358,7 @@ class Ledger:
             seq.committed = final
         if reason is not None:
             self._end(seq, reason, None, tokens, row.logprobs[: len(tokens)], row.prompt_logprobs)
-        elif tokens or row.prompt_logprobs:
+        elif tokens or row.logprobs or row.prompt_logprobs:
             self._progress.append(
                 Progress(id=seq.id, tokens=tokens, logprobs=row.logprobs, prompt_logprobs=row.prompt_logprobs)
             )

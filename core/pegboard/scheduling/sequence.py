@@ -22,6 +22,7 @@ class Sequence:
         "flying",
         "flying_entries",
         "flying_samples",
+        "host_chooses",
         "id",
         "key",
         "max_length",
@@ -45,7 +46,8 @@ class Sequence:
         self.spec = spec
         self.max_length = spec.max_length
         self.stop_ids = spec.stop_ids
-        self.needs_host_token = spec.needs_host_token
+        self.needs_host_token = spec.needs_host_token or spec.host_chooses
+        self.host_chooses = spec.host_chooses
         #: Rank in any line, lower first: (rank of the policy, arrival, order of admission).
         self.key = key
         self.epoch = epoch

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .engines import isolated_engine as isolated_engine
     from .engines import isolated_registry as isolated_registry
     from .faulty import Faults as Faults
+    from .logits_processor import ProcessorSuite as ProcessorSuite
     from .model import ModelSuite as ModelSuite
     from .ops import OpsSuite as OpsSuite
     from .quantizer import QuantizerSuite as QuantizerSuite
@@ -43,6 +44,7 @@ _HOMES = {
     "ModelSuite": "model",
     "OpsSuite": "ops",
     "Outcome": "conformance",
+    "ProcessorSuite": "logits_processor",
     "QuantizerSuite": "quantizer",
     "SamplerSuite": "sampler",
     "SchedulerSuite": "scheduler",

@@ -21,7 +21,7 @@ from .clock import FakeClock
 from .conformance import Candidate, Suite, check
 from .raising import raises
 from .scheduler_use import STEM, VOCABULARY, SchedulerUse, make_traffic
-from .simulated import reference
+from .simulated import reference, run_step
 
 MAX_LENGTH = 96
 MAX_QUEUE = 40
@@ -473,6 +473,29 @@ class SchedulerSuite(Suite, standard=True):
             alone = msgspec.structs.replace(parent, prompt=(*parent.prompt, *told))
             check(tuple(tokens[len(told) :]) == reference(alone, VOCABULARY)[0], f"{name!r} goes on as another would")
         raises(KeyError, lambda: use.scheduler.extend("r0", (1,)), "extend of a sequence that has ended")
+
+    def test_the_host_chooses_where_it_says(self, make_use: MakeUse, depth: int) -> None:
+        """`SequenceSpec.host_chooses`: log-probabilities are told, no token is taken, nothing runs until `extend`."""
+        use = make_use(depth)
+        if not use.scheduler.host_chooses:
+            pytest.skip("it serves no sequences whose tokens the host chooses, and doesn't say that it does")
+        spec = use.spec(sampling=SamplingParams(logprobs=0), host_chooses=True, needs_host_token=True)
+        use.scheduler.add((spec,))
+        told: list[int] = []
+        for token in (5, 6, 7):
+            found = [progress for _ in range(depth + 6) for progress in run_step(use.scheduler, use.device, depth)]
+            records = [record for progress in found for record in progress.logprobs]
+            check(len(records) == 1, f"one row of it ran, and {len(records)} log-probabilities were told")
+            taken = [known for progress in found for known in progress.tokens]
+            check(taken == told[-1:], f"tokens {taken} were told, the host chose {told[-1:]}")
+            use.scheduler.extend(spec.id, (token,))
+            told.append(token)
+        use.scheduler.fork(spec.id, msgspec.structs.replace(spec, id="child"), ())
+        check(use.scheduler.finish(spec.id, "abort") and use.scheduler.finish("child", "abort"), "it is not live")
+        while use.scheduler.has_work() or use.device.flying:
+            run_step(use.scheduler, use.device, depth)
+        use.scheduler.check_integrity()
+        check(use.cache.stats().held == 0, "pages are held by nobody")
 
     # -- the whole ---------------------------------------------------------------------------------------------------
 

@@ -39,4 +39,12 @@ def pegboard_parts() -> tuple[Part, ...]:
             options="pegboard_sampling.speculation.options:DraftModelOptions",
             summary="A small model drafts for a large one, with the same noise and a cache of its own",
         ),
+        Part(
+            role="logits_processor",
+            name="structured",
+            factory="pegboard_sampling.structured.processor:StructuredOutput",
+            summary="Texts that match a JSON schema, a regular expression or a grammar",
+            requires=("llguidance",),
+            install='pip install "pegboard[structured]"',
+        ),
     )

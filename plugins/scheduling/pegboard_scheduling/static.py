@@ -9,7 +9,7 @@ from pegboard.contracts.scheduler import SchedulerNeed, StepPlan
 from pegboard.scheduling import LedgerScheduler, StepBuilder
 
 from .options import StaticOptions
-from .rows import plan_running, preempt_paused, prefill_limit
+from .rows import free_a_slot, plan_running, preempt_paused, prefill_limit
 
 
 class StaticScheduler(LedgerScheduler):
@@ -27,8 +27,9 @@ class StaticScheduler(LedgerScheduler):
     def schedule(self) -> StepPlan | None:
         step = self.ledger.begin()
         stats = self.ledger.stats()
-        if not stats.running and not stats.preempted:
-            self._open = self._batch
+        if not stats.preempted and not self.ledger.active:
+            self._open = self._batch  # who is paused may wait for one of those outside: for a beam, say
+            free_a_slot(self.ledger)
         plan_running(self.ledger, step, None)
         self._admit(step)
         return self.ledger.launch(step)

@@ -212,7 +212,7 @@ def test_another_part_than_pegboards_own_can_be_made_to_fail(tiny_path: Path) ->
     faults.fail("scheduler.commit", call=2)
     with isolated_engine(tiny_path, plugins=[faults], **faults.settings) as engine:
         assert "injected fault in scheduler.commit" in str(engine.generate(PROMPTS[:1], GREEDY)[0].error)
-        assert isinstance(engine._phases.scheduler, Own)
+        assert isinstance(engine._phases.scheduler.inner, Own)
 
 
 def test_wrong_faults_are_refused_by_name() -> None:

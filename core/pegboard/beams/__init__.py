@@ -1,0 +1,1 @@
+"""Beam search, on the host: the search itself, and the scheduler that runs its beams."""

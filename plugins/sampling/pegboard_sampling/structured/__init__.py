@@ -1,0 +1,1 @@
+"""Structured output: texts that match a JSON schema, a regular expression or a grammar."""

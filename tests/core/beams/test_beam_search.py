@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,9 +13,6 @@ import torch
 
 from pegboard import Engine, SamplingParams
 from pegboard.testing.tiny import tiny_model
-
-#: Ids from EOS on that end a text.
-EOS = (2, 17, 40)
 
 
 def prompt(seed: int, length: int = 9) -> list[int]:
@@ -57,7 +56,7 @@ def check(engine: Engine, model: Any, ids: list[int], sampling: SamplingParams, 
     output = engine.generate([ids], sampling)[0].raise_for_error()
     right = expected(model, ids, sampling, eos)
     assert [list(c.token_ids) for c in output.completions] == [text for text, _ in right]
-    assert [c.score for c in output.completions] == pytest.approx([score for _, score in right], abs=2e-4)
+    assert [c.score for c in output.completions] == pytest.approx([score for _, score in right], rel=1e-5, abs=1e-5)
     for completion in output.completions:
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] in eos else "length")
 
@@ -111,6 +110,25 @@ def test_without_eos_a_text_is_as_long_as_asked(engine: Engine, model: Any) -> N
     sampling = SamplingParams(num_beams=5, n=5, max_tokens=20, ignore_eos=True)
     check(engine, model, short(2), sampling, ())
     check(engine, model, short(2), SamplingParams(num_beams=5, max_tokens=1, ignore_eos=True), ())
+
+
+def test_random_settings(engine: Engine, model: Any) -> None:
+    random = Random(7)
+    for _ in range(300 if os.environ.get("PEGBOARD_FULL") else 20):
+        eos = (2, *random.sample(range(3, 64), random.choice([0, 1, 3, 6])))
+        most = (64 - len(eos)) // (1 + max(1, len(eos)))
+        beams = random.randint(2, min(8, most))
+        tokens = random.randint(1, 25)
+        sampling = SamplingParams(
+            num_beams=beams,
+            n=random.randint(1, beams),
+            max_tokens=tokens,
+            min_tokens=random.choice([0, 0, min(3, tokens)]),
+            length_penalty=random.choice([-2.0, -0.5, 0.0, 0.5, 1.0, 1.7, 3.0]),
+            early_stopping=random.choice([True, False, "never"]),
+            stop_token_ids=eos,
+        )
+        check(engine, model, [random.randrange(3, 64) for _ in range(random.randint(1, 30))], sampling, eos)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "gemma3_text", "phi3"])

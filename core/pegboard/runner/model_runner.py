@@ -143,7 +143,6 @@ class ModelRunner:
             and parts.model.capturable
             and (shape.decode is None or parts.decode.capturable)
             and (shape.prefill is None or parts.prefill.capturable)
-            and (not shape.drafts or parts.speculator is None or parts.speculator.capturable)
         )
 
     def _run(
@@ -156,7 +155,8 @@ class ModelRunner:
         if not padded or not sampler.capturable or not observes or shape.drafts:
             computed = run(shape, lambda: stepping.compute(shape, vector))
             if shape.drafts:
-                return computed, stepping.verify(computed, host_slots, tuple(1 + row.drafts for row in sampled))
+                queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in sampled)
+                return computed, stepping.verify(computed, host_slots, queries)
             return computed, stepping.choose(computed, host_slots)
         key = sampler.graph_key(host_slots)
 

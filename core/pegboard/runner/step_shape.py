@@ -117,8 +117,8 @@ def padded_shape(exact: StepShape, limits: Limits) -> StepShape | None:
     the widest."""
     decode, prefill = exact.decode, exact.prefill
     if exact.drafts and prefill is None and decode is not None and exact.samples == decode.tokens:
-        padded = _padded_decode(decode, limits, alone=True, width=1 + exact.drafts)
-        return replace(exact, decode=padded, known="some", samples=padded.tokens, verified=padded.rows)
+        wide = _padded_decode(decode, limits, alone=True, width=1 + exact.drafts)
+        return replace(exact, decode=wide, known="some", samples=wide.tokens, verified=wide.rows)
     if exact.scores or (decode is not None and decode.max_query > 1):
         return None
     chain = exact.chain and prefill is None

@@ -65,11 +65,12 @@ def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int)
     parts["slots"][:] = idle
     parts["slots"][places] = [row.slot for row in rows]
     parts["advance"][:] = 0
-    parts["advance"][places] = [row.query for row in rows]
+    width = 0 if not shape.drafts or shape.decode is None else shape.decode.min_query
+    parts["advance"][places] = [max(row.query, width) for row in rows]
     if "starts" in parts:
         parts["starts"][places] = [row.start if row.tokens else -1 for row in rows]
     if not shape.chain:
-        _pack_tokens(rows, places, padded, idle, parts)
+        _pack_tokens(rows, places, padded, width, idle, parts)
     elif "ids" in parts:
         parts["ids"][: len(rows)] = [row.tokens[0] if row.tokens else -1 for row in rows]
     return packed
@@ -86,11 +87,17 @@ def _pack_going_on(rows: Sequence[RowPlan], padded: int, idle: int) -> NDArray[n
 
 
 def _pack_tokens(
-    rows: Sequence[RowPlan], places: Sequence[int], padded: int, idle: int, parts: dict[str, NDArray[numpy.int64]]
+    rows: Sequence[RowPlan],
+    places: Sequence[int],
+    padded: int,
+    width: int,
+    idle: int,
+    parts: dict[str, NDArray[numpy.int64]],
 ) -> None:
+    """`width`: queries that a decode row has at least; those that are not its own are idle."""
     counts = numpy.zeros(len(parts["slots"]), dtype=numpy.int64)
-    counts[:padded] = 1  # an idle decode row has a token, as its neighbours have
-    counts[places] = [row.query for row in rows]
+    counts[:padded] = max(width, 1)  # an idle decode row has tokens, as its neighbours have
+    counts[places] = [max(row.query, width) for row in rows]
     parts["query_start"][0] = 0
     parts["query_start"][1:] = numpy.cumsum(counts)
     first = parts["query_start"][places].tolist()
@@ -102,6 +109,7 @@ def _pack_tokens(
         parts["ids"][at : at + len(row.tokens)] = row.tokens
         if row.drafts:
             parts["ids"][at + row.query - row.drafts : at + row.query] = -2 - inside[: row.drafts]
+        parts["ids"][at + row.query : at + width] = -2  # the idle slot has no drafts
     if "verify_start" in parts:
         _pack_choices(rows, first, parts)
         return
@@ -112,6 +120,11 @@ def _pack_tokens(
 
 
 def _pack_choices(rows: Sequence[RowPlan], first: Sequence[int], parts: dict[str, NDArray[numpy.int64]]) -> None:
+    if len(parts["last"]) == len(parts["ids"]):  # every token is followed by a choice, idle ones too
+        parts["last"][:] = numpy.arange(len(parts["last"]))
+        parts["sample_slots"][: len(rows)] = [row.slot for row in rows]
+        parts["verify_start"][:] = parts["query_start"]
+        return
     choosing = [(row, at) for row, at in zip(rows, first, strict=True) if row.samples]
     last = [at + row.query - row.drafts - 1 + place for row, at in choosing for place in range(1 + row.drafts)]
     parts["last"][:] = last
@@ -166,7 +179,7 @@ def unpack(
         begin = parts["verify_start"]
         first = last[begin[:-1]]
         follows = positions[first]
-        if drafting is not None and drafting.ahead:
+        if drafting is not None and drafting.inside:
             drafting.propose(chosen, ids[first], follows, shape.drafts)
         drafted = state.drafts[token_slots, (-2 - ids).clamp_(min=0)]
         ids = torch.where(ids < -1, drafted, ids)

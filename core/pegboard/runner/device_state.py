@@ -32,7 +32,8 @@ class DeviceState:
         self.page_size = page_size
         self.groups = tuple(groups)
         self.idle = slots
-        pages = -(-max_length // page_size)
+        # Padded rows of a verify step reach beyond the longest text, into the null page
+        pages = -(-(max_length + decode_width - 1) // page_size)
         self.device = torch.device(device)
         # A recurrent state has one page, and one more for each draft of a verify step.
         widths = [decode_width if group.kind == "state" else pages for group in groups]

@@ -31,6 +31,11 @@ class Drafting:
         self._probs: Tensor | None = None
         self._places: dict[int, int] = {}
 
+    @property
+    def inside(self) -> bool:
+        """Drafts are asked for in the step itself, which may be recorded."""
+        return self.ahead and self._speculator.capturable
+
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._speculator.open(openings)
 
@@ -41,7 +46,7 @@ class Drafting:
             rows = [_narrowed(row, min(row.drafts, allowed)) for row in rows]
         drafting = [row for row in rows if row.drafts]
         self._probs, self._places = None, {}
-        if self.ahead or not drafting:
+        if self.inside or not drafting:
             return rows
         state = self._state
         slots = state.upload([row.slot for row in drafting], torch.int64)
@@ -53,6 +58,8 @@ class Drafting:
         positions = torch.where(positions < 0, state.lengths[slots], positions)
         ids = self.propose(slots, last, positions, max(row.drafts for row in drafting))
         self._places = {row.slot: place for place, row in enumerate(drafting)}
+        if self.ahead:
+            return rows
         found = (ids >= 0).int().cumprod(1).sum(1).tolist()
         counts = {row.id: min(row.drafts, count) for row, count in zip(drafting, found, strict=True)}
         return [_narrowed(row, counts[row.id]) if row.drafts else row for row in rows]
@@ -65,6 +72,7 @@ class Drafting:
         kept = self._state.drafts
         ids = torch.nn.functional.pad(made.ids, (0, kept.shape[1] - made.ids.shape[1]), value=-1)
         kept.index_copy_(0, slots, ids)
+        kept[self._state.idle].fill_(-1)
         self._probs = made.probs
         return made.ids
 

@@ -171,21 +171,18 @@ class ModelRunner:
     def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
         exact = exact_shape(rows, self._limits)
-        if not self._padded or not self._capturable(
-            decode=exact.decode is not None, prefill=exact.prefill is not None, drafts=exact.drafts > 0
-        ):
+        if not self._padded or not self._capturable(decode=exact.decode is not None, prefill=exact.prefill is not None):
             return exact, False
         shape = padded_shape(exact, self._limits)
         return (exact, False) if shape is None else (shape, True)
 
-    def _capturable(self, *, decode: bool, prefill: bool, drafts: bool = False) -> bool:
+    def _capturable(self, *, decode: bool, prefill: bool) -> bool:
         parts = self._parts
         return (
             parts.ops.capturable
             and parts.model.capturable
             and (not decode or parts.decode.capturable)
             and (not prefill or parts.prefill.capturable)
-            and (not drafts or parts.speculator is None or parts.speculator.capturable)
         )
 
     def _run(
@@ -200,7 +197,7 @@ class ModelRunner:
         processes = self._processing.wanted(sampled)
         if not padded or not sampler.capturable or not observes or shape.drafts or processes:
             computed = run((shape,), lambda: stepping.compute(shape, vector))
-            queries = tuple(1 + row.drafts for row in sampled)
+            queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in sampled)
             processed = self._processing.apply(computed.logits, sampled, queries) if processes else None
             if shape.drafts:
                 chosen = stepping.verify(computed, host_slots, queries)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from pegboard.contracts.batch import Bounds
 from pegboard.contracts.scheduler import RowPlan
@@ -112,8 +113,12 @@ def _exact(rows: Sequence[RowPlan]) -> Bounds | None:
 
 def padded_shape(exact: StepShape, limits: Limits) -> StepShape | None:
     """The shape that a step takes a recorded one's place with, filled up with idle rows and tokens; None: it is of
-    its own kind, because it scores prompts, or has drafts."""
+    its own kind, because it scores prompts, or has drafts beside prompts. With drafts every row has as many queries as
+    the widest."""
     decode, prefill = exact.decode, exact.prefill
+    if exact.drafts and prefill is None and decode is not None and exact.samples == decode.tokens:
+        wide = _padded_decode(decode, limits, alone=True, width=1 + exact.drafts)
+        return replace(exact, decode=wide, known="some", samples=wide.tokens, verified=wide.rows)
     if exact.scores or (decode is not None and decode.max_query > 1):
         return None
     chain = exact.chain and prefill is None
@@ -130,7 +135,7 @@ def padded_shape(exact: StepShape, limits: Limits) -> StepShape | None:
     )
 
 
-def _padded_decode(exact: Bounds, limits: Limits, *, alone: bool) -> Bounds:
+def _padded_decode(exact: Bounds, limits: Limits, *, alone: bool, width: int = 1) -> Bounds:
     count = exact.rows
     if alone and count > _FEW_ROWS:
         step = 16 if count <= _MANY_ROWS else 32
@@ -139,7 +144,7 @@ def _padded_decode(exact: Bounds, limits: Limits, *, alone: bool) -> Bounds:
         padded = _power(count, 2 if alone else 16)
     rows = min(padded, limits.rows)
     reach = _reach(exact.max_kv, _DECODE_REACH, limits.length)
-    return Bounds(rows=rows, tokens=rows, max_query=1, min_query=1, max_kv=reach)
+    return Bounds(rows=rows, tokens=rows * width, max_query=width, min_query=width, max_kv=reach)
 
 
 def _padded_prefill(exact: Bounds, limits: Limits, *, alone: bool) -> Bounds:

@@ -139,11 +139,14 @@ class Stepping:
         logits, slots, verifying, state = computed.logits, computed.slots, computed.verifying, self._state
         if logits is None or verifying is None or self.drafting is None:
             raise PegboardError("a step without drafts has nothing to verify")
-        begin, ids = verifying.query_start, verifying.ids
+        # Idle rows come last
+        count, queries = len(host_slots), sum(host_queries)
+        logits, slots, positions = logits[:queries], slots[:count], computed.positions[:count]
+        begin, ids = verifying.query_start[: count + 1], verifying.ids[:queries]
         rows = VerifyRows(
             slots=slots,
             query_start=begin,
-            positions=computed.positions,
+            positions=positions,
             ids=ids,
             parents=None,
             probs=self.drafting.probs(host_slots, host_queries),
@@ -155,7 +158,7 @@ class Stepping:
         last = output.ids.gather(1, (kept - 1).clamp_(min=0)[:, None])[:, 0]
         # A row that had ended before keeps nothing
         state.last_ids.index_copy_(0, slots, torch.where(kept > 0, last.clamp(min=0), state.last_ids[slots]))
-        state.lengths.index_copy_(0, slots, computed.positions - 1 + kept)
+        state.lengths.index_copy_(0, slots, positions - 1 + kept)
         self.drafting.observe(slots, output.ids)
         real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
         drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Self
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from pegboard import Engine, PluginError, RequestOutput, SamplingParams
+from pegboard.contracts.observer import StepDone
 from pegboard.contracts.part import Part
 from pegboard.contracts.sampler import SlotOpening
+from pegboard.contracts.scheduler import DraftReport
 from pegboard.contracts.speculator import DraftContext, Drafts, Speculator, SpeculatorNeed, SpeculatorSpec
 from pegboard.registry.hookspecs import hookimpl
 from pegboard.request import Request
@@ -144,11 +147,11 @@ def requests() -> list[Request]:
     return found
 
 
-def outputs(model: Path, **settings: Any) -> list[RequestOutput]:
-    """Each twice: the second time the prompt's prefix is there."""
+def outputs(model: Path, again: bool = False, **settings: Any) -> list[RequestOutput]:
+    """`again`: each twice, the second time the prompt's prefix is there."""
     settings = {"executor": "local", "adapt_drafts": False, **settings}
     with Engine(model, device="cpu", dtype="float32", max_rows=4, plugins=[Parts()], **settings) as engine:
-        made = engine.generate(requests() * 2)
+        made = engine.generate(requests() * (1 + again))
         engine._phases.scheduler.check_integrity()
     return [output.raise_for_error() for output in made]
 
@@ -168,7 +171,7 @@ def _values(logprobs: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> list[RequestOutput]:
-    made = outputs(model)
+    made = outputs(model, again=True)
     Oracle.answers = [
         (*output.prompt_token_ids, *completion.token_ids) for output in made for completion in output.completions
     ]
@@ -200,10 +203,39 @@ def test_the_same_tokens_as_without(
 ) -> None:
     options = {"model": str(drafter), "drafts": 2} if name == "draft_model" else {}
     speculator = {"use": name, "options": options}
-    found = outputs(model, speculator=speculator, executor=executor, run_ahead=run_ahead, **settings)
-    same(found, plain)
+    found = outputs(
+        model, speculator=speculator, executor=executor, run_ahead=run_ahead, again=bool(settings), **settings
+    )
+    same(found, plain[: len(found)])
     preempted = sum(c.metrics.preemptions for output in found for c in output.completions)
     assert (preempted > 0) == bool(settings)
+
+
+def test_observers_and_stats_tell_what_became_of_drafts(model: Path, plain: list[RequestOutput]) -> None:
+    """The same by step and in all, with k adapted; what was accepted are tokens."""
+    told: list[DraftReport] = []
+
+    class Watcher:
+        @hookimpl
+        def pegboard_step_done(self, event: StepDone) -> None:
+            if event.drafts is not None:
+                told.append(event.drafts)
+
+    with Engine(model, device="cpu", plugins=[Parts()], speculator="oracle", watchers=[Watcher()]) as engine:
+        found = engine.generate(requests())
+        stats = engine.stats().speculation
+    same(found, plain[: len(found)])
+    assert stats is not None
+    for name in ("proposed", "accepted"):
+        by_step = [sum(places) for places in zip_longest(*(getattr(report, name) for report in told), fillvalue=0)]
+        assert getattr(stats, name) == tuple(by_step)
+    assert stats.steps == sum(bool(report.proposed) for report in told)
+    assert list(stats.proposed) == sorted(stats.proposed, reverse=True)
+    assert all(right <= there for right, there in zip(stats.accepted, stats.proposed, strict=True))
+    assert sum(stats.accepted) < sum(len(c.token_ids) for output in found for c in output.completions)
+    assert stats.acceptance[0] > 0.5
+    assert stats.mean_length is not None
+    assert stats.mean_length > 1.5
 
 
 class Tree(Nonsense):

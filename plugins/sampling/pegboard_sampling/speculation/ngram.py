@@ -48,7 +48,7 @@ class NGramSpeculator(Speculator):
         length = self._history.lengths[context.slots][:, None]
         reach = self._history.tokens.shape[1] - 1
         if length.device.type == "cpu":
-            reach = int(length.max())
+            reach = max(int(length.max()), 1)
         tokens = self._history.tokens[context.slots, :reach]
         place = torch.arange(reach, device=tokens.device)
         common = torch.zeros_like(tokens)

@@ -179,6 +179,37 @@ def test_log_probabilities_are_the_models_own(engine: Engine) -> None:
     assert len(beside.result().completions[0].logprobs[0].top) == 4
 
 
+@pytest.mark.supports("Sampling", "logits processors beside requests that speculate")
+@pytest.mark.parametrize("depth", [0, 2])
+def test_beside_drafts_and_beams(tiny_path: Path, depth: int) -> None:
+    """Who has a processor, or beams, has no drafts; whose neighbour has one gets the tokens and numbers of always."""
+    copied = [11, 12, 13, 14, 15, 16] * 4
+    scored = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 2}
+    asked: list[tuple[list[int], SamplingParams]] = [
+        (copied, SamplingParams(**scored)),
+        (PROMPT, SamplingParams(processors={"only": {"ids": [7, 8]}}, **scored)),
+        (copied[1:], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)),
+        (PROMPT, SamplingParams(processors={"counting": {}}, **scored)),
+        (PROMPT, SamplingParams(temperature=0.0, max_tokens=8, num_beams=2, ignore_eos=True)),
+        (copied[2:], SamplingParams(temperature=0.8, seed=4, max_tokens=24, ignore_eos=True)),
+    ]
+    found: list[list[Any]] = []
+    for speculator in (None, "ngram"):
+        with isolated_engine(
+            tiny_path, dtype="float64", max_rows=8, run_ahead=depth, speculator=speculator, **ALL
+        ) as engine:
+            handles = [engine.submit(*one) for one in asked]
+            outputs = [handle.result(timeout=60).raise_for_error() for handle in handles]
+            found.append([output.token_ids for output in outputs])
+            records = [r for output in outputs for r in output.completions[0].logprobs or ()]
+            found.append([value for r in records for value in (r.logprob, *(logprob for _, logprob in r.top))])
+            if speculator is not None:
+                assert engine.stats().speculation is not None
+    assert found[0] == found[2]
+    assert found[1] == pytest.approx(found[3], abs=1e-9)
+    assert len(found[1]) == 3 * 3 * 8
+
+
 @pytest.mark.supports("Sampling", "a logits processor that raises fails its own request only")
 def test_one_that_raises_fails_its_request_only(engine: Engine) -> None:
     plain = engine.generate([PROMPT], GREEDY)[0].token_ids

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .aio import AsyncEngine as AsyncEngine
-    from .assembly import AssemblyPlan as AssemblyPlan
     from .assembly import plan_engine as plan_engine
     from .config import EngineConfig as EngineConfig
     from .config import load_config as load_config
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from .errors import PluginError as PluginError
     from .errors import QueueFull as QueueFull
     from .errors import RequestFailed as RequestFailed
+    from .plan import AssemblyPlan as AssemblyPlan
     from .registry.hookspecs import hookimpl as hookimpl
     from .registry.registry import Registry as Registry
     from .request import Completion as Completion
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .streams import Handle as Handle
 
 _HOMES = {
-    "AssemblyPlan": "assembly",
+    "AssemblyPlan": "plan",
     "AsyncEngine": "aio",
     "CheckpointError": "errors",
     "Completion": "request",

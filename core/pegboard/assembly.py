@@ -8,397 +8,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from .admission import Admission
 from .beams.scheduler import BeamScheduler
-from .config import EngineConfig, PartChoice, load_config, unknown_allowed
-from .contracts.attention import AttentionLayer, AttentionNeed, KVLayout
+from .config import EngineConfig, load_config
+from .contracts.attention import AttentionLayer
 from .contracts.cache import CacheGroup, CacheManager, CacheNeed
-from .contracts.checkpoint import Checkpoint, CheckpointNeed
-from .contracts.device import DeviceFacts
 from .contracts.executor import Executor, ExecutorNeed
-from .contracts.model import ModelNeed, ModelSpec
-from .contracts.processor import LogitsProcessor, ProcessorNeed
-from .contracts.quantizer import Shard
+from .contracts.processor import LogitsProcessor
 from .contracts.scheduler import Scheduler
-from .contracts.speculator import SpeculatorNeed, SpeculatorSpec
-from .devices import device_facts
-from .errors import CheckpointError, ConfigError, PluginError
-from .hub import resolve_model
-from .memory import MemoryPlan, affordable_length, gib, plan_memory
+from .errors import ConfigError, PluginError
+from .memory import affordable_length, gib, plan_memory
 from .needs import (
     Needs,
-    architecture,
-    choose_dtype,
-    choose_length,
-    choose_step_tokens,
-    derive_needs,
-    eos_ids,
-    page_sizes,
-    scheme_name,
 )
 from .pairing import Backend, make_groups
+from .plan import AssemblyPlan
 from .portable import import_objects, locate_objects
 from .registry.lock import lock_problems
 from .registry.observers import Observers
-from .registry.parts import RegisteredPart
 from .registry.registry import Registry
-from .registry.resolution import Decision, resolve, winner
-from .text import Tokenizer, has_tokenizer, load_tokenizer, no_tokenizer
+from .registry.resolution import Decision
+from .selection import Selection, role_of
+from .survey import Survey, eos_ids_of, read_tokenizer, vocab_limit
+from .text import Tokenizer
 
 logger = logging.getLogger("pegboard")
-
-
-class ChosenPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A winner, by what a registry elsewhere needs to find the same one."""
-
-    name: str
-    plugin: str
-    distribution: str | None
-    version: str | None
-    options: dict[str, Any] = {}
-
-
-class AssemblyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What was decided. `msgspec.json` encodes and decodes it."""
-
-    config: dict[str, Any]
-    #: File or folder.
-    model: str
-    device: DeviceFacts
-    dtype: str
-    #: By the config's field: attention, decode_attention, cache, ..., and model, checkpoint.
-    parts: dict[str, ChosenPart]
-    groups: tuple[CacheGroup, ...]
-    #: Pages to allocate a group.
-    pages: tuple[int, ...]
-    #: Entries a page.
-    page_size: int
-    max_length: int
-    #: What max_length would be if the cache were large enough.
-    wanted_length: int
-    #: Longest sequence that the whole cache holds.
-    capacity: int
-    #: Ids from here on are never chosen.
-    vocab_limit: int
-    #: Steps that may run ahead of the host.
-    depth: int
-    memory: MemoryPlan
-    #: Plugin objects that were passed to the engine, as "module" or "module:attribute".
-    objects: tuple[str, ...] = ()
-    #: Why the plan can't be rebuilt in another process; empty: it can.
-    unportable: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        """For another process. ConfigError when a plugin object can't be imported there."""
-        if self.unportable:
-            raise ConfigError("the plan can't be rebuilt in another process", self.unportable)
-        return msgspec.json.encode(self)
-
-
-class Selection:
-    """The winners of a plan, each with its validated options. Rebuilt wherever the plan goes."""
-
-    def __init__(self, registry: Registry, parts: Mapping[str, ChosenPart]) -> None:
-        self._registry = registry
-        self._parts = parts
-
-    def factory(self, where: str) -> Any:
-        return self._entry(where).load()
-
-    def options(self, where: str) -> Any:
-        return self._entry(where).options(self._parts[where].options, f"{where}.options")
-
-    def create(self, where: str, need: Any, **extra: Any) -> Any:
-        return self._entry(where).create(need, self.options(where), **extra)
-
-    def ask(self, where: str, method: str, *arguments: Any) -> Any:
-        """Call a class method of a winner that describes something."""
-        entry = self._entry(where)
-        with entry.blamed(method):
-            return getattr(entry.load(), method)(*arguments)
-
-    def layouts(self, where: str, need: AttentionNeed, layer: AttentionLayer) -> Sequence[KVLayout]:
-        """What an attention backend reads for a layer, best first."""
-        found: Sequence[KVLayout] = self.ask(where, "layouts", need, layer, self.options(where))
-        if not isinstance(found, list | tuple) or not all(isinstance(layout, KVLayout) for layout in found):
-            source = self._entry(where).source
-            raise PluginError(f"{where} of {source}: layouts returned {found!r}, not a list of KVLayout")
-        return found
-
-    def _entry(self, where: str) -> RegisteredPart:
-        part = self._parts[where]
-        return self._registry.exactly(_role(where), part.name, part.plugin, part.distribution)
-
-
-def _role(where: str) -> str:
-    if where.startswith("observers"):
-        return "observer"
-    if where.startswith("logits_processors"):
-        return "logits_processor"
-    where = where.removeprefix("shadow.")
-    return "attention" if where == "decode_attention" else where
-
-
-class Survey:
-    """Config, checkpoint, model and device put together: what every part must serve."""
-
-    def __init__(self, config: EngineConfig, registry: Registry, plan: AssemblyPlan | None = None) -> None:
-        """With `plan`, everything is as it was decided there, and nothing is decided again."""
-        self.config = config
-        self.registry = registry
-        self.device = device_facts(config.device) if plan is None else plan.device
-        self.path = resolve_model(config.model) if plan is None else Path(plan.model)
-        self.decisions: list[Decision] = []
-        self.parts: dict[str, ChosenPart] = {} if plan is None else dict(plan.parts)
-        self.checkpoint = self._open()
-        try:
-            self.shard = Shard(size=self._shards())
-            self.spec = self._describe()
-            self.dtype = choose_dtype(config.dtype, self.checkpoint, self.device) if plan is None else plan.dtype
-            longest, self.problems = choose_length(config, self.spec)
-            sizes = page_sizes(config, self.device) if plan is None else (plan.page_size,)
-            self._settle_page_size(sizes, longest if plan is None else plan.max_length)
-        except BaseException:
-            self.checkpoint.close()
-            raise
-
-    @classmethod
-    def of_plan(cls, plan: AssemblyPlan, registry: Registry) -> Self:
-        return cls(EngineConfig.model_validate(plan.config), registry, plan)
-
-    def limit_length(self, longest: int) -> None:
-        """Set what every part must serve for sequences of at most `longest` tokens."""
-        self.max_length = longest
-        self.speculation = self._speculation()
-        drafts = 0 if self.speculation is None else self.speculation.drafts
-        self.needs = derive_needs(
-            self.config, self.checkpoint, self.spec, self.device, self.dtype, longest, self.page_size, drafts
-        )
-
-    @property
-    def speculator_need(self) -> SpeculatorNeed:
-        wants = "sampler" in self.parts and self.selection.ask(
-            "sampler", "wants_probs", self.selection.options("sampler")
-        )
-        return SpeculatorNeed(
-            device=self.device,
-            target=self.spec,
-            slots=self.config.max_rows + 1,  # the last one is of idle rows
-            max_length=self.max_length,
-            wants_probs=bool(wants),
-        )
-
-    def _speculation(self) -> SpeculatorSpec | None:
-        """Decided before the others: how wide decode rows are depends on it. None: there is none, or it is refused."""
-        choice = self.config.speculator
-        if choice is None:
-            return None
-        if not any(decision.where == "speculator" for decision in self.decisions) and "speculator" not in self.parts:
-            self.decide("speculator", choice, self.speculator_need)
-        if "speculator" not in self.parts:
-            return None
-        selection = self.selection
-        spec = selection.ask("speculator", "describe", self.speculator_need, selection.options("speculator"))
-        if not isinstance(spec, SpeculatorSpec) or spec.drafts < 1:
-            named = self.parts["speculator"].name
-            raise PluginError(f"speculator {named!r}: describe returned {spec!r}, no SpeculatorSpec with drafts")
-        return spec
-
-    def _speculation_problems(self) -> list[str]:
-        spec = self.speculation
-        if spec is None:
-            return []
-        named, problems = f"speculator = {self.parts['speculator'].name!r}", []
-        if spec.taps or spec.layers:
-            problems.append(
-                f"{named} reads hidden states of the target or has layers in its cache: no executor does that yet"
-            )
-        most = choose_step_tokens(self.config, self.device)
-        if spec.drafts >= most:
-            problems.append(f"{named} gives {spec.drafts} drafts; max_step_tokens = {most}: raise it")
-        return problems
-
-    def _settle_page_size(self, sizes: Sequence[int], longest: int) -> None:
-        """The first size that attention serves, or the last."""
-        for size in sizes:
-            self.page_size = size
-            self.limit_length(longest)
-            if size == sizes[-1] or all(
-                self._resolve(where, choice, need).winner is not None for where, choice, need in self._attention()
-            ):
-                return
-
-    def _attention(self) -> tuple[tuple[str, PartChoice, AttentionNeed], ...]:
-        config, needs = self.config, self.needs
-        decode = config.decode_attention or config.attention
-        return (("attention", config.attention, needs.prefill), ("decode_attention", decode, needs.decode))
-
-    def decide(
-        self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
-    ) -> Decision:
-        """Resolve one choice; the winner is remembered, the decision kept for the report."""
-        decision = self._resolve(where, choice, need, key=key, static=static)
-        if decision.winner is not None:
-            entry = winner(self.registry, decision)
-            self.parts[where] = ChosenPart(
-                name=decision.winner,
-                plugin=entry.plugin,
-                distribution=entry.distribution,
-                version=entry.version,
-                options=dict(choice.options),
-            )
-            decision = replace(decision, notes=self._notes(entry))
-        self.decisions.append(decision)
-        return decision
-
-    def _notes(self, entry: RegisteredPart) -> tuple[str, ...]:
-        recorded = self.device.type == "cuda" and self.config.cuda_graphs
-        if recorded and entry.part.role in ("attention", "ops", "sampler") and not entry.load().capturable:
-            return ("it can't be recorded in a CUDA graph: its kernels are launched one by one in every step",)
-        return ()
-
-    def _resolve(
-        self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
-    ) -> Decision:
-        return resolve(
-            self.registry,
-            _role(where),
-            choice,
-            need,
-            device_type=self.device.type,
-            objective=self.config.objective,
-            allow=self.config.plugins.allow,
-            key=key,
-            where=where,
-            static=static,
-        )
-
-    def decide_all(self) -> list[str]:
-        """Every role whose need is known before the cache's layout is; returns all refusals."""
-        config, needs = self.config, self.needs
-        made = [
-            *(self.decide(*asked) for asked in self._attention()),
-            self.decide("scheduler", config.scheduler, needs.scheduler),
-            self.decide("sampler", config.sampler, needs.sampler),
-            self.decide("quantizer", config.quantizer, needs.quantizer, key=scheme_name(self.checkpoint)),
-            self.decide("ops", config.ops, needs.ops),
-        ]
-        made += [decision for decision in self.decisions if decision.where in ("executor", "speculator")]
-        for index, choice in enumerate(config.logits_processors):
-            made.append(self.decide(f"logits_processors[{index}]", choice, self.processor_need))
-        for index, choice in enumerate(config.observers):
-            made.append(self.decide(f"observers[{index}]", choice, None, static=False))
-        made += self._decide_references()
-        problems = [*self.problems, *unknown_allowed(self.config, self.registry), *self._shadow_problems()]
-        problems += self._speculation_problems()
-        problems += self._processor_problems()
-        return problems + [reason for decision in made for reason in decision.reasons]
-
-    @cached_property
-    def processor_need(self) -> ProcessorNeed:
-        """With the whole tokenizer, so it is made where processors are wanted only."""
-        tokenizer, _ = read_tokenizer(self.checkpoint)
-        sampler = self.needs.sampler
-        return ProcessorNeed(
-            device=sampler.device,
-            vocab_size=sampler.vocab_size,
-            slots=sampler.slots,
-            max_length=sampler.max_length,
-            eos_ids=_eos_ids(self.checkpoint, tokenizer, _vocab_limit(self.spec, tokenizer)),
-            tokenizer_json=None if tokenizer is None else tokenizer.backend.to_str(),
-        )
-
-    def make_processors(self) -> dict[str, LogitsProcessor]:
-        """By name, in the config's order."""
-        selection = self.selection
-        places = [where for where in self.parts if where.startswith("logits_processors")]
-        return {self.parts[where].name: selection.create(where, self.processor_need) for where in places}
-
-    @property
-    def reference_needs(self) -> dict[str, Any]:
-        """Where a shadowed part's reference stands in the plan -> what it must serve. It need not be independent of a
-        row's neighbours: that is for what is used."""
-        shadow = self.config.shadow
-        if shadow is None:
-            return {}
-        needs: dict[str, dict[str, Any]] = {
-            "attention": {"attention": self.needs.prefill, "decode_attention": self.needs.decode},
-            "ops": {"ops": self.needs.ops},
-            "sampler": {"sampler": self.needs.sampler},
-        }
-        return {
-            f"shadow.{where}": replace(need, batch_invariant=False)
-            for role in shadow.references()
-            for where, need in needs[role].items()
-        }
-
-    def _decide_references(self) -> list[Decision]:
-        shadow = self.config.shadow
-        choices = {} if shadow is None else shadow.references()
-        return [self.decide(where, choices[_role(where)], need) for where, need in self.reference_needs.items()]
-
-    def _shadow_problems(self) -> list[str]:
-        if self.config.shadow is None or "executor" not in self.parts:
-            return []
-        if self.selection.factory("executor").shadows:
-            return []
-        return [f"executor = {self.parts['executor'].name!r} does not run parts beside others: leave `shadow` out"]
-
-    def _processor_problems(self) -> list[str]:
-        if not self.config.logits_processors or "executor" not in self.parts:
-            return []
-        if self.selection.factory("executor").processes:
-            return []
-        return [f"executor = {self.parts['executor'].name!r} runs no logits processors: leave `logits_processors` out"]
-
-    @property
-    def selection(self) -> Selection:
-        return Selection(self.registry, self.parts)
-
-    def _open(self) -> Checkpoint:
-        if "checkpoint" not in self.parts:
-            self.decide("checkpoint", PartChoice(), CheckpointNeed(path=self.path))
-        if "checkpoint" not in self.parts:
-            kinds = sorted(key for part in self.registry.parts("checkpoint") for key in part.part.matches)
-            raise CheckpointError(f"{self.path} is of no known format; known: {', '.join(kinds)}")
-        checkpoint: Checkpoint = self.selection.ask("checkpoint", "open", self.path)
-        return checkpoint
-
-    @property
-    def executor_need(self) -> ExecutorNeed:
-        return ExecutorNeed(device=self.device, speculates=self.config.speculator is not None)
-
-    def _shards(self) -> int:
-        """Decided first: it sets what one rank holds. An executor that is refused counts as one rank until then."""
-        if "executor" not in self.parts:
-            self.decide("executor", self.config.executor, self.executor_need)
-        if "executor" not in self.parts:
-            return 1
-        selection = self.selection
-        return int(selection.ask("executor", "shards", self.executor_need, selection.options("executor")))
-
-    def _describe(self) -> ModelSpec:
-        name = architecture(self.checkpoint)
-        need = ModelNeed(config=self.checkpoint.config, device=self.device, shard_size=self.shard.size)
-        if "model" not in self.parts:
-            found = self.decide("model", PartChoice(), need, key=name)
-        if "model" not in self.parts:
-            known = sorted(key for part in self.registry.parts("model") for key in part.part.matches)
-            reasons = found.reasons if name in known else [f"supported architectures: {', '.join(known)}"]
-            raise ConfigError(f"the model in {self.path} ({name}) can't run", reasons)
-        spec = self.selection.ask("model", "describe", need)
-        if not isinstance(spec, ModelSpec):
-            raise PluginError(
-                f"model {self.parts['model'].name!r}: describe returned {type(spec).__name__}, no ModelSpec"
-            )
-        return spec
 
 
 class Assembled(msgspec.Struct, frozen=True, kw_only=True):
@@ -538,7 +178,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         raise ConfigError(f"cache = {named!r} evicts by score mass, which is not reported yet: choose another")
     cache: CacheManager = survey.selection.create("cache", cache_need)
     tokenizer, advice = read_tokenizer(survey.checkpoint)
-    limit = _vocab_limit(spec, tokenizer)
+    limit = vocab_limit(spec, tokenizer)
     paths, unportable = locate_objects(objects)
     plan = AssemblyPlan(
         config=config.model_dump(mode="json", exclude_none=True),
@@ -567,7 +207,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
         executor_need=survey.executor_need,
         tokenizer=tokenizer,
         no_tokenizer=advice,
-        eos_ids=_eos_ids(survey.checkpoint, tokenizer, limit),
+        eos_ids=eos_ids_of(survey.checkpoint, tokenizer, limit),
         processors=survey.make_processors(),
     )
 
@@ -576,7 +216,7 @@ def unread_by_references(survey: Survey, groups: Sequence[CacheGroup]) -> list[s
     """Why shadow mode's parts can't work on the cache of the others."""
     selection, problems = survey.selection, []
     for where, need in survey.reference_needs.items():
-        role, name = _role(where), survey.parts[where].name
+        role, name = role_of(where), survey.parts[where].name
         for group in groups:
             if group.kind == "state" or role == "sampler":
                 continue
@@ -633,7 +273,7 @@ def restore(data: bytes) -> tuple[AssemblyPlan, Registry]:
     registry = Registry.discover(import_objects(plan.objects))
     _refuse_unlocked(EngineConfig.model_validate(plan.config), registry)
     for where, part in plan.parts.items():
-        entry = registry.exactly(_role(where), part.name, part.plugin, part.distribution)
+        entry = registry.exactly(role_of(where), part.name, part.plugin, part.distribution)
         if entry.version != part.version:
             raise PluginError(
                 f"the plan was made with {where} {part.name!r} of {part.distribution} {part.version}, but here it is "
@@ -661,20 +301,3 @@ def _capacity(cache: CacheManager, longest: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cache.fits(middle) else (low, middle - 1)
     return low
-
-
-def read_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
-    """(tokenizer, ""), or (None, what to do): a model without one that is read takes prompts of token ids."""
-    files = checkpoint.tokenizer
-    return (load_tokenizer(files), "") if has_tokenizer(files) else (None, no_tokenizer(files))
-
-
-def _vocab_limit(spec: ModelSpec, tokenizer: Tokenizer | None) -> int:
-    return spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
-
-
-def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
-    named = eos_ids(checkpoint, vocab_size)
-    if named is None and tokenizer is not None and tokenizer.eos_id is not None:
-        return frozenset([tokenizer.eos_id])
-    return named or frozenset()

@@ -21,7 +21,7 @@ REVEALED = {
     "Engine('m').submit('one').result()": "pegboard.request.RequestOutput",
     "next(iter(Engine('m').submit('one')))": "pegboard.request.Delta",
     "Engine('m').stats()": "pegboard.stats.EngineStats",
-    "Engine('m').plan": "pegboard.assembly.AssemblyPlan",
+    "Engine('m').plan": "pegboard.plan.AssemblyPlan",
     "Engine.from_config('engine.toml')": "pegboard.engine.Engine",
     "Engine.from_config('engine.toml').__enter__()": "pegboard.engine.Engine",
     "load_config('engine.toml')": "pegboard.config.EngineConfig",

@@ -15,8 +15,9 @@ from pegboard.runner.tickets import Ticket
 from .probe import Probe, ProbedAttention, ProbedModel, ProbedOps, ProbedQuantizer, ProbedSampler
 
 if TYPE_CHECKING:
-    from pegboard.assembly import Selection, Survey
     from pegboard.needs import Needs
+    from pegboard.selection import Selection
+    from pegboard.survey import Survey
 
 NAME = "local-probed"
 

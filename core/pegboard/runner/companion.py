@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pegboard.assembly import AssemblyPlan, Survey, assemble
+from pegboard.assembly import assemble
 from pegboard.config import EngineConfig
 from pegboard.contracts.batch import Batch, Bounds, Rows
 from pegboard.contracts.model import StepContext
 from pegboard.devices import torch_device
 from pegboard.errors import ConfigError
+from pegboard.plan import AssemblyPlan
 from pegboard.registry.registry import Registry
+from pegboard.survey import Survey
 
 from .attending import Attending, Phase
 from .making import load_model

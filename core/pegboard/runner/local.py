@@ -24,11 +24,13 @@ from .step_shape import Limits
 from .stepping import RunnerParts
 
 if TYPE_CHECKING:
-    from pegboard.assembly import AssemblyPlan, Selection, Survey
     from pegboard.contracts.quantizer import Quantizer
     from pegboard.contracts.speculator import Speculator
     from pegboard.needs import Needs
+    from pegboard.plan import AssemblyPlan
     from pegboard.registry.registry import Registry
+    from pegboard.selection import Selection
+    from pegboard.survey import Survey
 
 
 class Launched(Protocol):
@@ -93,7 +95,7 @@ class LocalExecutor(Executor):
 
     @classmethod
     def _load(cls, made: AssemblyPlan, registry: Registry, report: Callable[[int, int], None]) -> Self:
-        from pegboard.assembly import Survey  # the executor is loaded by assembly, not the other way round
+        from pegboard.survey import Survey  # the executor is loaded by assembly, not the other way round
 
         device = torch_device(made.device)
         survey = Survey.of_plan(made, registry)

@@ -9,8 +9,9 @@ from pegboard.contracts.model import DecoderModel, ModelKit
 from pegboard.devices import torch_device
 
 if TYPE_CHECKING:
-    from pegboard.assembly import AssemblyPlan, Survey
     from pegboard.contracts.quantizer import Quantizer
+    from pegboard.plan import AssemblyPlan
+    from pegboard.survey import Survey
 
 
 def load_model(

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from ..assembly import ChosenPart
 from ..contracts.executor import Executor, ExecutorNeed, MemoryReport
 from ..contracts.scheduler import StepPlan, StepResult
 from ..contracts.shadow import ShadowCheck, ShadowStats
+from ..plan import ChosenPart
 
 logger = logging.getLogger("pegboard")
 

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from pegboard import ConfigError, Engine, InvalidRequest, Part, SamplingParams, hookimpl
-from pegboard.assembly import AssemblyPlan, Survey
 from pegboard.contracts.processor import LogitsProcessor, ProcessorNeed, ProcessorOpening, ProcessRows
+from pegboard.plan import AssemblyPlan
 from pegboard.runner.local import LocalExecutor
+from pegboard.survey import Survey
 from pegboard.testing import isolated_engine
 
 PROMPT = [5, 9, 13, 40, 77]

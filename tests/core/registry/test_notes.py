@@ -23,7 +23,7 @@ H200 = DeviceFacts(
 def test_parts_that_can_not_be_recorded_are_named(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool, noted: set[str]
 ) -> None:
-    monkeypatch.setattr("pegboard.assembly.device_facts", lambda _: H200)
+    monkeypatch.setattr("pegboard.survey.device_facts", lambda _: H200)
     parts = {where: {"use": "torch"} for where in ("attention", "ops", "sampler")}
     config = load_config({"model": str(tiny_path), "cuda_graphs": recorded, **parts}, {})
     decisions = explain(config, Registry.discover())
@@ -32,7 +32,7 @@ def test_parts_that_can_not_be_recorded_are_named(
 
 
 def test_first_party_parts_of_a_gpu_can_be_recorded(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pegboard.assembly.device_facts", lambda _: H200)
+    monkeypatch.setattr("pegboard.survey.device_facts", lambda _: H200)
     config = load_config({"model": str(tiny_path), "dtype": "bfloat16"}, {})
     decisions = {decision.where: decision for decision in explain(config, Registry.discover())}
     chosen = {where: decisions[where].winner for where in ("attention", "decode_attention", "ops", "sampler")}

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from pegboard import PegboardError
-from pegboard.assembly import AssemblyPlan, Survey
 from pegboard.contracts.model import ModelSpec
 from pegboard.contracts.sampler import SlotOpening
 from pegboard.contracts.speculator import DraftContext, Drafts, Speculator, SpeculatorNeed, SpeculatorSpec
 from pegboard.devices import torch_device
+from pegboard.plan import AssemblyPlan
 from pegboard.registry.registry import Registry
 from pegboard.runner.companion import SPARE, Companion, companion_cache_bytes, plan_companion
+from pegboard.survey import Survey
 
 from .drawing import DraftDraws
 from .history import TokenHistory

@@ -143,7 +143,7 @@ def wire_by_hand(name: str, made: Assembled, model: Any, config: EngineConfig, s
         pages=cache.pages,
         limits=Limits(
             rows=config.max_rows,
-            step_tokens=config.max_step_tokens,
+            step_tokens=needs.scheduler.max_step_tokens,
             length=plan.max_length,
             decode_width=needs.scheduler.decode_width,
         ),

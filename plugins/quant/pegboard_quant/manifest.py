@@ -25,4 +25,25 @@ def pegboard_parts() -> tuple[Part, ...]:
             devices=("cpu",),
             priority=-100,  # `auto` passes over a quantizer without `matches`, but for when no model is named
         ),
+        Part(
+            role="quantizer",
+            name="awq",
+            factory="pegboard_quant.packed.quantizers:AwqQuantizer",
+            summary="AWQ checkpoints (GEMM layout), 4 bits, packed in memory",
+            matches=("awq",),
+        ),
+        Part(
+            role="quantizer",
+            name="gptq",
+            factory="pegboard_quant.packed.quantizers:GptqQuantizer",
+            summary="GPTQ checkpoints, 4 and 8 bits, act-order too, packed in memory",
+            matches=("gptq",),
+        ),
+        Part(
+            role="quantizer",
+            name="compressed-tensors",
+            factory="pegboard_quant.packed.quantizers:CompressedTensorsQuantizer",
+            summary="compressed-tensors checkpoints, W4A16 and W8A16 (pack-quantized), packed in memory",
+            matches=("compressed-tensors",),
+        ),
     )

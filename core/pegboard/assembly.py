@@ -206,6 +206,13 @@ class Survey:
             return ("it can't be recorded in a CUDA graph: its kernels are launched one by one in every step",)
         return ()
 
+    def note(self, where: str, notes: Sequence[str]) -> None:
+        """Add what a part that was made says of itself to the report."""
+        self.decisions = [
+            replace(decision, notes=(*decision.notes, *notes)) if decision.where == where else decision
+            for decision in self.decisions
+        ]
+
     def _resolve(
         self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
     ) -> Decision:
@@ -398,6 +405,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     if unread:
         raise ConfigError("the config can't work", unread)
     quantizer = selection.create("quantizer", needs.quantizer)
+    survey.note("quantizer", quantizer.notes())
     stored = survey.checkpoint.tensors()
     held = [
         spec

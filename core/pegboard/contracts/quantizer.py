@@ -96,6 +96,10 @@ class Quantizer(ABC):
     @abstractmethod
     def create(cls, need: QuantizerNeed, options: Any) -> Self: ...
 
+    def notes(self) -> Sequence[str]:
+        """For the report: which path it takes here, and whether that gains speed or only memory."""
+        return ()
+
     @abstractmethod
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         """The stored tensors that `linear` will read, there or not, given the names of all that are: for the report of

@@ -46,4 +46,20 @@ def pegboard_parts() -> tuple[Part, ...]:
             summary="compressed-tensors checkpoints, W4A16 and W8A16 (pack-quantized), packed in memory",
             matches=("compressed-tensors",),
         ),
+        Part(
+            role="quantizer",
+            name="int4",
+            factory="pegboard_quant.packed.on_load:Int4Quantizer",
+            options="pegboard_quant.options:RoundingOptions",
+            summary="Rounds dense weights to 4 bits when they are loaded; by name only",
+            priority=-100,
+        ),
+        Part(
+            role="quantizer",
+            name="int8",
+            factory="pegboard_quant.packed.on_load:Int8Quantizer",
+            options="pegboard_quant.options:Rounding8Options",
+            summary="Rounds dense weights to 8 bits when they are loaded; by name only",
+            priority=-100,
+        ),
     )

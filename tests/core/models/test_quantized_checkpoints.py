@@ -91,7 +91,7 @@ def quantize(
 def test_awq(tmp_path: Path, check: Callable[..., None], architecture: str) -> None:
     folder = tiny_model(tmp_path / "m", architecture=architecture)
     quantize(folder, tmp_path / "twin", AWQ, write_awq)
-    check(folder, twin=tmp_path / "twin")
+    check(folder, twin=tmp_path / "twin", new=8)
 
 
 def test_awq_of_experts(tmp_path: Path, check: Callable[..., None]) -> None:
@@ -99,7 +99,7 @@ def test_awq_of_experts(tmp_path: Path, check: Callable[..., None]) -> None:
     folder = tiny_model(tmp_path / "m", architecture="qwen3_moe")
     config = AWQ | {"modules_to_not_convert": ["lm_head", "mlp.gate"]}
     quantize(folder, tmp_path / "twin", config, write_awq)
-    check(folder, twin=tmp_path / "twin")
+    check(folder, twin=tmp_path / "twin", new=8)
 
 
 @pytest.mark.supports("Quantization", "GPTQ checkpoints (4 and 8 bits, zero points of both versions, act-order)")
@@ -125,7 +125,7 @@ def test_gptq(
 
     folder = tiny_model(tmp_path / "m", attention_bias=True)
     quantize(folder, tmp_path / "twin", config, write, bits=bits, group=group, symmetric=symmetric, shuffled=act_order)
-    check(folder, twin=tmp_path / "twin")
+    check(folder, twin=tmp_path / "twin", new=8)
 
 
 @pytest.mark.supports("Quantization", "compressed-tensors checkpoints (pack-quantized W4A16 and W8A16)")
@@ -144,7 +144,7 @@ def test_compressed_tensors(
     config = compressed(bits, 32, symmetric, actorder=actorder)
     shuffled = actorder == "group"
     quantize(folder, tmp_path / "twin", config, write, bits=bits, symmetric=symmetric, shuffled=shuffled)
-    check(folder, twin=tmp_path / "twin")
+    check(folder, twin=tmp_path / "twin", new=8)
 
 
 @pytest.mark.supports("Quantization", "modules that a scheme skips are dense, within fused linears, too")
@@ -160,7 +160,7 @@ def test_skipped_and_mixed(tmp_path: Path, check: Callable[..., None]) -> None:
     folder = tiny_model(tmp_path / "m")
     config = compressed(8, 32, True) | {"ignore": ["re:.*k_proj", r"re:model\.layers\.0\..*", "lm_head"]}
     quantize(folder, tmp_path / "twin", config, write, bits=8, symmetric=True, dense=dense)
-    check(folder, twin=tmp_path / "twin")
+    check(folder, twin=tmp_path / "twin", new=8)
 
 
 def test_the_weights_stay_packed(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
@@ -188,3 +188,23 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, make_engine: Call
         make_engine(folder, device="cpu")
     assert "missing tensor model.layers.0.mlp.down_proj.qzeros" in str(error.value)
     assert "model.layers.1.self_attn.k_proj.scales has shape (3, 32), expected (2, 32)" in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int4", 4), ("int8", 8)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rounding_on_load(tmp_path: Path, check: Callable[..., None], name: str, bits: int, tied: bool) -> None:
+    """The rounding itself has tests of its own."""
+    from safetensors.torch import load_file, save_file
+
+    from pegboard_quant.packed.rounding import round_to_nearest
+    from pegboard_quant.packed.weight import dense
+
+    folder = tiny_model(tmp_path / "m", tie_word_embeddings=tied)
+    twin = tiny_model(tmp_path / "twin", tie_word_embeddings=tied)
+    weights = load_file(twin / "model.safetensors")
+    for weight_name, weight in weights.items():
+        if weight_name.endswith("_proj.weight"):
+            weights[weight_name] = dense(round_to_nearest(weight, bits, 32, symmetric=False))
+    save_file(weights, twin / "model.safetensors", {"format": "pt"})
+    quantizer = {"use": name, "options": {"group": 32, "symmetric": False}}
+    check(folder, twin=twin, new=8, quantizer=quantizer)

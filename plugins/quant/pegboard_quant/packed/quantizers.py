@@ -34,6 +34,16 @@ def path_refusals(need: QuantizerNeed) -> list[str]:
     return reasons
 
 
+def path_notes(device: str) -> list[str]:
+    """The hardware check's result, for the report."""
+    where = "a CPU" if device == "cpu" else "CUDA"
+    faster = "; quantizer 'int8-cpu' is faster there, on a dense or GGUF checkpoint" if device == "cpu" else ""
+    return [
+        f"weights stay packed in memory; on {where} torch dequantises them block by block in every step: this gains "
+        f"memory, no speed{faster}"
+    ]
+
+
 class PackedQuantizer(Quantizer):
     """What is stored packed stays packed; modules that the scheme skips, and those that are stored dense, are dense."""
 
@@ -60,6 +70,9 @@ class PackedQuantizer(Quantizer):
     @classmethod
     def create(cls, need: QuantizerNeed, options: None) -> Self:
         return cls(need, cls.scheme(need.scheme))
+
+    def notes(self) -> Sequence[str]:
+        return path_notes(self._device)
 
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         layouts = self._layouts(spec, names)

@@ -22,6 +22,7 @@ from .quantizers import path_notes, path_refusals
 from .rounding import round_to_nearest, scale_dtype
 from .scheme import skips
 from .weight import PackedWeight
+from .writing import PackQuantizedWriter
 
 
 class RoundingQuantizer(Quantizer):
@@ -42,6 +43,11 @@ class RoundingQuantizer(Quantizer):
     @classmethod
     def create(cls, need: QuantizerNeed, options: RoundingOptions) -> Self:
         return cls(need, options)
+
+    @classmethod
+    def writer(cls, method: str, options: RoundingOptions) -> PackQuantizedWriter:
+        """For `pegboard quantize`. ConfigError: an unknown method."""
+        return PackQuantizedWriter(cls.bits, method, options)
 
     def notes(self) -> Sequence[str]:
         return path_notes(self._device)

@@ -60,7 +60,7 @@ def grid_of(weight: Tensor, bits: int, group: int, *, symmetric: bool) -> Grid:
 
 
 def scale_dtype(bits: int) -> torch.dtype:
-    """Of what is rounded here: a scale of 8 digits moves the last of 15 steps by 0.03, but that of 255 by half a one."""
+    """Of what is rounded here: 8 digits move the last of 15 steps by 0.03, that of 255 by half a step."""
     return torch.bfloat16 if bits == 4 else torch.float32
 
 

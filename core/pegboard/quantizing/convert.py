@@ -29,7 +29,7 @@ from .recording import NAME, Book, batches, recording_plugin
 logger = logging.getLogger("pegboard")
 
 #: Bytes of the statistics that are held at a time.
-BUDGET: Final = 1 << 30
+BUDGET: Final = 1 << 29
 #: Share of the text that is held out: never calibrated with, and what perplexity is measured on.
 HELD_OUT: Final = 0.2
 
@@ -184,7 +184,7 @@ def _statistics(
     book.open(names)
     for output in engine.generate([list(text) for text in texts], SamplingParams(temperature=0.0, max_tokens=1)):
         output.raise_for_error()
-    found = {name: book.statistics(name) for name in names}
+    found = {name: book.close(name) for name in names}
     book.open(())
     return {name: seen for name, seen in found.items() if seen is not None}
 
@@ -203,7 +203,7 @@ def _quantized(
             folding.fold(name, weights, partial(writer.scales, statistics=statistics[name]))
     tensors: dict[str, Tensor] = {}
     for spec in specs:
-        for source, weight in zip(spec.sources, weights[spec.name].split(spec.out_features), strict=True):
+        for source, weight in zip(spec.sources, weights[spec.name].split_with_sizes(spec.out_features), strict=True):
             made = writer.tensors(weight, statistics.get(spec.name))
             tensors |= {f"{source}.{suffix}": tensor for suffix, tensor in made.items()}
     return tensors

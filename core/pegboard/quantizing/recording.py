@@ -46,13 +46,14 @@ class Book:
         magnitude.add_(x.abs().sum(0))
         self._rows[name] += x.shape[0]
 
-    def statistics(self, name: str) -> LinearStatistics | None:
-        """None: it was given nothing, as an expert that no token chose."""
-        rows = self._rows.get(name, 0)
+    def close(self, name: str) -> LinearStatistics | None:
+        """What it has seen, which is forgotten. None: nothing, as an expert that no token chose."""
+        rows = self._rows.pop(name, 0)
         if not rows:
             return None
-        moment, magnitude = self._sums[name]
-        return LinearStatistics(moment=(moment / rows).cpu(), magnitude=(magnitude / rows).cpu())
+        moment, magnitude = self._sums.pop(name)
+        self._open -= {name}
+        return LinearStatistics(moment=moment.div_(rows).cpu(), magnitude=magnitude.div_(rows).cpu())
 
 
 class RecordingLinear:

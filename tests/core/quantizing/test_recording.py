@@ -11,18 +11,18 @@ def test_moments_are_means_over_all_calls() -> None:
     x = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
     book = Book()
     book.note("a", x)
-    assert book.statistics("a") is None, "it was not asked for"
+    assert book.close("a") is None, "it was not asked for"
     book.open(["a"])
     for part in x.split((7, 20, 3)):
         book.note("a", part)
         book.note("b", part)
-    found = book.statistics("a")
+    found = book.close("a")
     assert found is not None
     torch.testing.assert_close(found.moment, x.T @ x / 30)
     torch.testing.assert_close(found.magnitude, x.abs().mean(0))
-    assert book.statistics("b") is None
-    book.open(["a"])
-    assert book.statistics("a") is None
+    assert book.close("b") is None
+    book.note("a", x)
+    assert book.close("a") is None, "it was closed"
 
 
 def test_batches_stay_within_the_budget() -> None:

@@ -137,6 +137,7 @@ def _assemble(survey: Survey, objects: Sequence[object]) -> Assembled:
     if unread:
         raise ConfigError("the config can't work", unread)
     quantizer = selection.create("quantizer", needs.quantizer)
+    survey.note("quantizer", quantizer.notes())
     stored = survey.checkpoint.tensors()
     memory = plan_memory(
         config,

@@ -44,7 +44,7 @@ def weight_names(spec: LinearSpec) -> tuple[str, ...]:
 
 def shape_of(spec: LinearSpec, shard: Shard) -> tuple[int, int]:
     """[O, I] of this rank. ConfigError: it can't be split so."""
-    return sum(length for _, length in _output_parts(spec, shard)), _input_part(spec, shard)[1]
+    return sum(length for _, length in output_parts(spec, shard)), input_part(spec, shard)[1]
 
 
 def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: str, device: str) -> DenseParts:
@@ -52,11 +52,9 @@ def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: st
 
     CheckpointError for missing and wrong-shaped tensors, all of them named; ConfigError for what can't be split."""
     _check(spec, checkpoint)
-    split = shard.size > 1 and spec.partition is not None
-    if split and spec.partition == "input" and shard.all_reduce is None:
-        raise ConfigError(f"{spec.name} is split along its input over {shard.size} ranks: the shard needs all_reduce")
-    parts, (column, columns) = _output_parts(spec, shard), _input_part(spec, shard)
-    by_input = split and spec.partition == "input"
+    all_reduce, partition = reduction(spec, shard)
+    parts, (column, columns) = output_parts(spec, shard), input_part(spec, shard)
+    by_input = partition == "input"
 
     def read(name: str, start: int, length: int) -> Tensor:
         if by_input and name.endswith(".weight"):
@@ -72,9 +70,23 @@ def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: st
     return DenseParts(
         weight=fused("weight"),
         bias=fused("bias") if spec.bias else None,
-        all_reduce=shard.all_reduce if by_input else None,
-        partition=spec.partition if split else None,
+        all_reduce=all_reduce,
+        partition=partition,
     )
+
+
+def reduction(
+    spec: LinearSpec, shard: Shard
+) -> tuple[Callable[[Tensor], Tensor] | None, Literal["output", "input"] | None]:
+    """(what sums the ranks' results, how the linear is split), both None for a whole one. ConfigError: the shard lacks
+    the sum that it needs."""
+    if shard.size == 1 or spec.partition is None:
+        return None, None
+    if spec.partition == "output":
+        return None, "output"
+    if shard.all_reduce is None:
+        raise ConfigError(f"{spec.name} is split along its input over {shard.size} ranks: the shard needs all_reduce")
+    return shard.all_reduce, "input"
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -119,8 +131,8 @@ def _share(name: str, size: int, unit: int, shard: Shard) -> tuple[int, int]:
     return shard.rank * length, length
 
 
-def _output_parts(spec: LinearSpec, shard: Shard) -> list[tuple[int, int]]:
-    """(start, length) of this rank's rows of each source."""
+def output_parts(spec: LinearSpec, shard: Shard) -> list[tuple[int, int]]:
+    """(start, length) of this rank's rows of each source. ConfigError: they can't be split so."""
     if spec.partition != "output":
         return [(0, rows) for rows in spec.out_features]
     return [
@@ -128,7 +140,8 @@ def _output_parts(spec: LinearSpec, shard: Shard) -> list[tuple[int, int]]:
     ]
 
 
-def _input_part(spec: LinearSpec, shard: Shard) -> tuple[int, int]:
+def input_part(spec: LinearSpec, shard: Shard) -> tuple[int, int]:
+    """(start, length) of this rank's columns. ConfigError: they can't be split so."""
     if spec.partition != "input":
         return 0, spec.in_features
     return _share(spec.name, spec.in_features, 1, shard)

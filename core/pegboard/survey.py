@@ -156,6 +156,13 @@ class Survey:
             return ("it can't be recorded in a CUDA graph: its kernels are launched one by one in every step",)
         return ()
 
+    def note(self, where: str, notes: Sequence[str]) -> None:
+        """Add what a part that was made says of itself to the report."""
+        self.decisions = [
+            replace(decision, notes=(*decision.notes, *notes)) if decision.where == where else decision
+            for decision in self.decisions
+        ]
+
     def _resolve(
         self, where: str, choice: PartChoice, need: Any, *, key: str | None = None, static: bool | None = None
     ) -> Decision:

@@ -20,6 +20,7 @@ _COMMANDS: Final = {
     "chat": ("pegboard.cli.chat:chat", "Talk to a model."),
     "compare": ("pegboard.cli.compare:compare", "Where two configs part: numbers, tokens, speed."),
     "bench": ("pegboard.cli.bench:app", "Measure speed."),
+    "quantize": ("pegboard.cli.quantize:quantize", "Write a checkpoint of fewer bits."),
     "models": ("pegboard.cli.models:app", "List and fetch models."),
     "plugins": ("pegboard.cli.plugins:app", "List, explain, check, lock and start plugins."),
     "config": ("pegboard.cli.config:app", "Check and show configs, and their schema."),

@@ -96,6 +96,10 @@ class Quantizer(ABC):
     @abstractmethod
     def create(cls, need: QuantizerNeed, options: Any) -> Self: ...
 
+    def notes(self) -> Sequence[str]:
+        """For the report: which path it takes here, and whether that gains speed or only memory."""
+        return ()
+
     @abstractmethod
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         """The stored tensors that `linear` will read, there or not, given the names of all that are: for the report of
@@ -111,3 +115,35 @@ class Quantizer(ABC):
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> Linear:
         """Read, shard, pack once and return the linear. Modules that the scheme skips are made dense.
         CheckpointError for a missing or wrong-shaped tensor, naming it and both shapes."""
+
+
+class LinearStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen at the input of a linear while it read calibration text."""
+
+    #: Mean of x^T x, float32 [I, I].
+    moment: Tensor
+    #: Mean of |x|, float32 [I].
+    magnitude: Tensor
+
+
+class WeightWriter(ABC):
+    """Writes the linears of one scheme into a checkpoint. A quantizer part that can has a class method
+    `writer(method, options) -> WeightWriter`, and ConfigError for a method that it doesn't know."""
+
+    #: Whether `tensors` wants statistics.
+    needs_statistics: bool = False
+    #: Whether inputs shall be scaled by `scales` before weights are rounded; what was before the linear takes the
+    #: reverse.
+    folds: bool = False
+
+    @abstractmethod
+    def config(self, skipped: Sequence[str]) -> Mapping[str, Any]:
+        """The `quantization_config` of the checkpoint; modules named `skipped` are dense."""
+
+    @abstractmethod
+    def tensors(self, weight: Tensor, statistics: LinearStatistics | None) -> Mapping[str, Tensor]:
+        """A weight [O, I] float32 as the scheme stores it: tensors by the suffix of their names."""
+
+    def scales(self, weight: Tensor, statistics: LinearStatistics) -> Tensor:
+        """[I]: what the columns of a weight [O, I] are to be multiplied with; only asked where it `folds`."""
+        raise NotImplementedError(f"{type(self).__name__} folds no scales")

@@ -28,6 +28,11 @@ class QuantizerSuite(QuantizerBench, standard=True):
         need = self.need(self.dtypes[0], scheme={"quant_method": "no-such-scheme", "bits": 3})
         check(bool(candidate.refusals(need)), "quant_method 'no-such-scheme' was not refused")
 
+    def test_notes_are_texts(self, candidate: Candidate, dtype: str) -> None:
+        notes = self.make(candidate, dtype).notes()
+        texts = not isinstance(notes, str) and all(isinstance(note, str) and note for note in notes)
+        check(texts, f"notes gave {notes!r}, must be texts")
+
     def test_tensor_names_are_all_that_is_read(self, candidate: Candidate, dtype: str) -> None:
         """Stored tensors that are not named would be reported as unused, or missing ones not at all."""
         quantizer = self.make(candidate, dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +22,32 @@ _FEW_ROWS: Final = 2
 _BLOCKS: Final = 16
 
 
+class Shaped(Protocol):
+    """A weight [O, I], dense or packed."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+class Parts(Protocol):
+    """What `ShardLinear` needs to know of a linear: `DenseParts`, and their like around packed weights."""
+
+    @property
+    def weight(self) -> Shaped: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def all_reduce(self) -> Callable[[Tensor], Tensor] | None: ...
+    @property
+    def partition(self) -> Literal["output", "input"] | None: ...
+
+
 class ShardLinear(ABC):
     """y = x W^T + b of this rank's part; `weight` is None unless it is dense."""
 
     weight: Tensor | None = None
 
-    def __init__(self, parts: DenseParts) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.bias = parts.bias
         self.out_features, self.in_features = parts.weight.shape
         self.partition = parts.partition

@@ -25,4 +25,41 @@ def pegboard_parts() -> tuple[Part, ...]:
             devices=("cpu",),
             priority=-100,  # `auto` passes over a quantizer without `matches`, but for when no model is named
         ),
+        Part(
+            role="quantizer",
+            name="awq",
+            factory="pegboard_quant.packed.quantizers:AwqQuantizer",
+            summary="AWQ checkpoints (GEMM layout), 4 bits, packed in memory",
+            matches=("awq",),
+        ),
+        Part(
+            role="quantizer",
+            name="gptq",
+            factory="pegboard_quant.packed.quantizers:GptqQuantizer",
+            summary="GPTQ checkpoints, 4 and 8 bits, act-order too, packed in memory",
+            matches=("gptq",),
+        ),
+        Part(
+            role="quantizer",
+            name="compressed-tensors",
+            factory="pegboard_quant.packed.quantizers:CompressedTensorsQuantizer",
+            summary="compressed-tensors checkpoints, W4A16 and W8A16 (pack-quantized), packed in memory",
+            matches=("compressed-tensors",),
+        ),
+        Part(
+            role="quantizer",
+            name="int4",
+            factory="pegboard_quant.packed.on_load:Int4Quantizer",
+            options="pegboard_quant.options:RoundingOptions",
+            summary="Rounds dense weights to 4 bits when they are loaded; by name only",
+            priority=-100,
+        ),
+        Part(
+            role="quantizer",
+            name="int8",
+            factory="pegboard_quant.packed.on_load:Int8Quantizer",
+            options="pegboard_quant.options:Rounding8Options",
+            summary="Rounds dense weights to 8 bits when they are loaded; by name only",
+            priority=-100,
+        ),
     )

@@ -25,3 +25,23 @@ class Int8CpuOptions(BaseModel):
     activations: Literal["int16", "int8"] = "int16"
     #: What computes many rows at once: the same int8 weights, or float32 ones that are held beside them.
     prefill: Literal["int8", "float32"] = "int8"
+
+
+class RoundingOptions(BaseModel):
+    """Options of the part `int4`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: Columns that share a scale; -1: all of a row.
+    group: Literal[32, 64, 128, -1] = 128
+    #: Without zero points: a little less memory, and less precise.
+    symmetric: bool = False
+    #: Modules that stay dense, by whole components of their names ("lm_head", "mlp", "layers.0").
+    skip: tuple[str, ...] = ("lm_head",)
+
+
+class Rounding8Options(RoundingOptions):
+    """Options of the part `int8`."""
+
+    group: Literal[32, 64, 128, -1] = -1
+    symmetric: bool = True

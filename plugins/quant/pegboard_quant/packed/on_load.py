@@ -1,0 +1,116 @@
+"""int4 and int8: the linears of a dense or GGUF checkpoint, rounded to the nearest code once, at load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
+from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
+from pegboard.dtypes import element_bytes
+from pegboard.errors import CheckpointError
+from pegboard.linears import input_part, output_parts, read_dense, scheme_refusals, shape_of, stored_names
+
+from ..dense import DenseQuantizer
+from ..linears import ShardLinear
+from ..options import DenseOptions, RoundingOptions
+from .codes import row_bytes
+from .linear import GroupLinear, PackedParts, Pieces
+from .quantizers import path_notes, path_refusals
+from .rounding import round_to_nearest, scale_dtype
+from .scheme import skips
+from .weight import PackedWeight
+from .writing import PackQuantizedWriter
+
+
+class RoundingQuantizer(Quantizer):
+    """A rank rounds its own part: its groups begin with its first column."""
+
+    bits: ClassVar[int]
+
+    def __init__(self, need: QuantizerNeed, options: RoundingOptions) -> None:
+        self._options = options
+        self._dtype = need.dtype
+        self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
+        self._dense = DenseQuantizer.create(need, DenseOptions())
+
+    @classmethod
+    def refusals(cls, need: QuantizerNeed, options: RoundingOptions) -> Sequence[str]:
+        return path_refusals(need) + scheme_refusals(need)
+
+    @classmethod
+    def create(cls, need: QuantizerNeed, options: RoundingOptions) -> Self:
+        return cls(need, options)
+
+    @classmethod
+    def writer(cls, method: str, options: RoundingOptions) -> PackQuantizedWriter:
+        """For `pegboard quantize`. ConfigError: an unknown method."""
+        return PackQuantizedWriter(cls.bits, method, options)
+
+    def notes(self) -> Sequence[str]:
+        return path_notes(self._device)
+
+    def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
+        return stored_names(spec)
+
+    def bytes_for(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> int:
+        if not any(self._rounds(spec)):
+            return self._dense.bytes_for(spec, stored, shard)
+        _, columns = input_part(spec, shard)
+        size = element_bytes(self._dtype)
+        group = columns if self._options.group == -1 else self._options.group
+        a_group = scale_dtype(self.bits).itemsize + (0 if self._options.symmetric else 1)
+        a_row = row_bytes(columns, self.bits) + -(-columns // group) * a_group
+        total = 0
+        for rounds, (_, rows) in zip(self._rounds(spec), output_parts(spec, shard), strict=True):
+            total += rows * (a_row if rounds else columns * size)
+        rows = shape_of(spec, shard)[0]
+        return total + (rows * size if spec.bias else 0) + (rows * columns * size if spec.tied else 0)
+
+    def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> ShardLinear:
+        if not any(self._rounds(spec)):
+            return self._dense.linear(spec, checkpoint, shard)
+        parts = read_dense(spec, checkpoint, shard, self._dtype, self._device)
+        pieces: list[PackedWeight | Tensor] = []
+        for rounds, rows in self._runs(spec, shard):
+            weight = parts.weight[sum(piece.shape[0] for piece in pieces) :][:rows]
+            pieces.append(self._round(spec, weight) if rounds else weight.clone())
+        return GroupLinear(
+            PackedParts(
+                weight=Pieces(pieces=tuple(pieces)),
+                bias=parts.bias,
+                all_reduce=parts.all_reduce,
+                partition=parts.partition,
+            )
+        )
+
+    def _round(self, spec: LinearSpec, weight: Tensor) -> PackedWeight:
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{spec.name}: a weight is NaN or infinite in {self._dtype}: no grid holds it")
+        options = self._options
+        return round_to_nearest(weight, self.bits, options.group, symmetric=options.symmetric)
+
+    def _rounds(self, spec: LinearSpec) -> list[bool]:
+        """Whether each source is rounded: neither it nor the linear that it is part of is skipped."""
+        skip = self._options.skip
+        return [not skips(skip, spec.name) and not skips(skip, source) for source in spec.sources]
+
+    def _runs(self, spec: LinearSpec, shard: Shard) -> list[tuple[bool, int]]:
+        """(rounded, rows) of neighbouring sources that are alike."""
+        runs: list[tuple[bool, int]] = []
+        for rounds, (_, rows) in zip(self._rounds(spec), output_parts(spec, shard), strict=True):
+            if runs and runs[-1][0] == rounds:
+                runs[-1] = rounds, runs[-1][1] + rows
+            else:
+                runs.append((rounds, rows))
+        return runs
+
+
+class Int4Quantizer(RoundingQuantizer):
+    bits = 4
+
+
+class Int8Quantizer(RoundingQuantizer):
+    bits = 8

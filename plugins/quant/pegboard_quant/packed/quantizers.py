@@ -1,0 +1,129 @@
+"""The quantizers of checkpoints that are stored packed: awq, gptq, compressed-tensors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
+from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
+from pegboard.dtypes import FLOAT_DTYPES, element_bytes
+from pegboard.errors import ConfigError
+from pegboard.linears import shape_of
+
+from ..dense import DenseQuantizer
+from ..linears import ShardLinear
+from ..options import DenseOptions
+from .awq import awq_scheme
+from .compressed_tensors import compressed_tensors_scheme
+from .gptq import gptq_scheme
+from .layout import Layout
+from .linear import GroupLinear
+from .reading import expected, packed_bytes, read_packed
+from .scheme import Scheme
+
+
+def path_refusals(need: QuantizerNeed) -> list[str]:
+    """What packed linears can't do, whatever the format."""
+    reasons = []
+    if need.dtype not in FLOAT_DTYPES:
+        reasons.append(f"multiplies activations of {', '.join(FLOAT_DTYPES)}, not of {need.dtype}")
+    if need.batch_invariant:
+        reasons.append("is not bit for bit independent of a row's neighbours: torch picks matmuls by shape")
+    return reasons
+
+
+def path_notes(device: str) -> list[str]:
+    """The hardware check's result, for the report."""
+    where = "a CPU" if device == "cpu" else "CUDA"
+    faster = "; quantizer 'int8-cpu' is faster there, on a dense or GGUF checkpoint" if device == "cpu" else ""
+    return [
+        f"weights stay packed in memory; on {where} torch dequantises them block by block in every step: this gains "
+        f"memory, no speed{faster}"
+    ]
+
+
+class PackedQuantizer(Quantizer):
+    """What is stored packed stays packed; modules that the scheme skips, and those that are stored dense, are dense."""
+
+    def __init__(self, need: QuantizerNeed, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._dtype = need.dtype
+        self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
+        self._dense = DenseQuantizer.create(need, DenseOptions())
+
+    @classmethod
+    @abstractmethod
+    def scheme(cls, config: Mapping[str, Any]) -> Scheme:
+        """ConfigError: what can't be read, and what would be right."""
+
+    @classmethod
+    def refusals(cls, need: QuantizerNeed, options: None) -> Sequence[str]:
+        reasons = path_refusals(need)
+        try:
+            cls.scheme(need.scheme)
+        except ConfigError as error:
+            reasons += error.reasons or [str(error)]
+        return reasons
+
+    @classmethod
+    def create(cls, need: QuantizerNeed, options: None) -> Self:
+        return cls(need, cls.scheme(need.scheme))
+
+    def notes(self) -> Sequence[str]:
+        return path_notes(self._device)
+
+    def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
+        layouts = self._layouts(spec, names)
+        if not any(layouts):
+            return self._dense.tensor_names(spec, names)
+        return tuple(expected(spec, layouts, names))
+
+    def bytes_for(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> int:
+        layouts = self._layouts(spec, stored)
+        if not any(layouts):
+            return self._dense.bytes_for(spec, stored, shard)
+        rows, columns = shape_of(spec, shard)
+        bias = rows * element_bytes(self._dtype) if spec.bias else 0
+        table = rows * columns * element_bytes(self._dtype) if spec.tied else 0
+        return packed_bytes(spec, layouts, stored, shard, self._dtype) + bias + table
+
+    def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> ShardLinear:
+        layouts = self._layouts(spec, checkpoint.tensors())
+        if not any(layouts):
+            return self._dense.linear(spec, checkpoint, shard)
+        return GroupLinear(read_packed(spec, layouts, checkpoint, shard, self._dtype, self._device))
+
+    def _layouts(self, spec: LinearSpec, names: Mapping[str, Any]) -> list[Layout | None]:
+        return [
+            self._layout(source, rows, spec.in_features, names)
+            for source, rows in zip(spec.sources, spec.out_features, strict=True)
+        ]
+
+    def _layout(self, source: str, rows: int, columns: int, names: Mapping[str, Any]) -> Layout | None:
+        """Schemes seldom name all that they skip (heads, embeddings that are heads, too): what has a dense weight and
+        nothing else is dense."""
+        layout = self._scheme.layout(source)
+        if layout is None or f"{source}.weight" not in names:
+            return layout
+        packed = layout.expected(source, rows, columns, names)
+        return layout if any(name in names for name in packed) else None
+
+
+class AwqQuantizer(PackedQuantizer):
+    @classmethod
+    def scheme(cls, config: Mapping[str, Any]) -> Scheme:
+        return awq_scheme(config)
+
+
+class GptqQuantizer(PackedQuantizer):
+    @classmethod
+    def scheme(cls, config: Mapping[str, Any]) -> Scheme:
+        return gptq_scheme(config)
+
+
+class CompressedTensorsQuantizer(PackedQuantizer):
+    @classmethod
+    def scheme(cls, config: Mapping[str, Any]) -> Scheme:
+        return compressed_tensors_scheme(config)

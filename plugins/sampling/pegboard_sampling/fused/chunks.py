@@ -11,7 +11,6 @@ import triton.language as tl
 from . import noise
 from . import values as v
 
-
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
 

@@ -18,6 +18,8 @@ from .vectors import barrier, get, get_double, get_long, inner, kernel, put, tea
 _RUN: Final = 8
 #: Features of a run.
 _FEATURES: Final = _RUN * LANES
+#: float32 numbers of scratch that a thread needs: both halves of a gated run.
+SCRATCH: Final = 2 * ROWS * _FEATURES
 #: T, I, O; x, step of its rows; records, bytes of a tile's, their kind; bias; activation; residual, step of its rows;
 #: norm's weight; prepared rows [1 or threads, T], bytes of one; scratch; out; zero; eps, offset
 LAYOUT: Final = "18q2d"
@@ -32,11 +34,6 @@ _q8_0_four, _q8_0_one = block_tile(KINDS["Q8_0"], 4), block_tile(KINDS["Q8_0"], 
 def row_bytes(size: int) -> int:
     """Of a prepared row: its bytes, scales and sums, then room for the normed row, rounded up to cache lines."""
     return -(-(size + 8 * (size // BLOCK) + 4 * size) // 64) * 64
-
-
-def scratch_numbers() -> int:
-    """float32 numbers of scratch that a thread needs: both halves of a gated run."""
-    return 2 * ROWS * _FEATURES
 
 
 @inner()
@@ -106,7 +103,7 @@ def project_blocks(call: int) -> None:
     prepared, prepared_step, out = get_long(call, 13), get_long(call, 14), get_long(call, 16)
     eps, offset = numpy.float32(get_double(call, 18)), numpy.float32(get_double(call, 19))
     threads, thread = numpy.int64(team_size()), numpy.int64(thread_number())
-    scratch = get_long(call, 15) + 4 * thread * 2 * ROWS * _FEATURES
+    scratch = get_long(call, 15) + 4 * thread * SCRATCH
     # Few rows: each thread for itself, which is cheaper than to wait for each other
     shared = rows >= 2 * threads
     if not shared:

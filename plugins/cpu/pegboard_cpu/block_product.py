@@ -20,62 +20,25 @@ _ENOUGH: Final = 1 << 14
 
 class Workplace:
     """The kernel, and what it writes to meanwhile: one for all linears of an engine, which run one after the other.
-    Not theirs to count: no attribute of a linear's own leads to it."""
+    Scratch is not theirs to count among their bytes: `__slots__` keeps it out of what they hold."""
 
-    __slots__ = ("_kernel", "_prepared", "_scratch")
+    __slots__ = ("_prepared", "_scratch", "kernel", "prepared", "scratch")
 
     def __init__(self) -> None:
-        self._kernel = team.Kernel(block_kernel.project_blocks, block_kernel.LAYOUT)
+        self.kernel = team.Kernel(block_kernel.project_blocks, block_kernel.LAYOUT)
         self._prepared = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+        #: Addresses of room for prepared rows, and for results of tiles.
+        self.prepared = self.scratch = 0
 
-    def run(
-        self,
-        x: Tensor,
-        records: Tensor,
-        kind: Kind,
-        features: int,
-        bias: Tensor | None,
-        norm: Norm | None,
-        activation: Activation | None,
-        residual: Tensor | None,
-    ) -> Tensor:
-        """records [tiles, bytes]; the rest as for `BlocksProduct`"""
-        rows, size = x.shape
-        out = x.new_empty(rows, features)
-        if not rows:
-            return out
-        threads = max(1, min(torch.get_num_threads(), rows * records.nbytes // _ENOUGH))
-        step = block_kernel.row_bytes(size)
-        # Few rows are prepared by each thread for itself
-        if self._prepared.numel() < max(rows, 2 * threads * threads) * step:
-            self._prepared = torch.empty(max(rows, 2 * threads * threads) * step, dtype=torch.uint8, device="cpu")
-        if self._scratch.numel() < threads * block_kernel.scratch_numbers():
-            self._scratch = torch.empty(threads * block_kernel.scratch_numbers(), dtype=torch.float32, device="cpu")
-        self._kernel(
-            threads,
-            rows,
-            size,
-            features,
-            x.data_ptr(),
-            4 * x.stride(0),
-            records.data_ptr(),
-            records.stride(0),
-            block_kernel.KIND_NUMBERS[kind.name],
-            0 if bias is None else bias.data_ptr(),
-            0 if activation is None else ACTIVATIONS[activation],
-            0 if residual is None else residual.data_ptr(),
-            0 if residual is None else 4 * residual.stride(0),
-            0 if norm is None else norm.weight.data_ptr(),
-            self._prepared.data_ptr(),
-            step,
-            self._scratch.data_ptr(),
-            out.data_ptr(),
-            kind.zero,
-            0.0 if norm is None else norm.eps,
-            0.0 if norm is None else norm.offset,
-        )
-        return out
+    def make_room(self, nbytes: int, threads: int) -> None:
+        """For `nbytes` of prepared rows, and for the results of `threads`."""
+        if self._prepared.numel() < nbytes:
+            self._prepared = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self.prepared = self._prepared.data_ptr()
+        if self._scratch.numel() < threads * block_kernel.SCRATCH:
+            self._scratch = torch.empty(threads * block_kernel.SCRATCH, dtype=torch.float32, device="cpu")
+            self.scratch = self._scratch.data_ptr()
 
 
 class BlocksProduct:
@@ -84,21 +47,59 @@ class BlocksProduct:
     #: Features of a tile.
     lanes: Final = LANES
 
-    def __init__(self, workplace: Workplace, kind: Kind, sources: Sequence[Tensor]) -> None:
-        self._workplace, self._kind = workplace, kind
-        self.records = make_records(kind, sources)
+    def __init__(self, workplace: Workplace, kind: Kind, sources: Sequence[Tensor], bias: Tensor | None) -> None:
+        records = make_records(kind, sources)
+        self._workplace, self._records, self._bias = workplace, records, bias
+        self._features = sum(source.shape[0] for source in sources)
+        self._size = sources[0].shape[1] // kind.block_bytes * BLOCK
+        self._step = block_kernel.row_bytes(self._size)
+        self._weight = records.data_ptr(), records.stride(0), block_kernel.KIND_NUMBERS[kind.name]
+        self._bias_place = 0 if bias is None else bias.data_ptr()
+        self._zero = kind.zero
+        self.nbytes: Final = records.nbytes
 
     def __call__(
         self,
         x: Tensor,
-        features: int,
-        bias: Tensor | None,
+        *,
+        biased: bool,
         norm: Norm | None = None,
         activation: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """As `Ops.project`, with `features` of the result; rows of x and of the residual lie side by side."""
-        return self._workplace.run(x, self.records, self._kind, features, bias, norm, activation, residual)
+        """residual + act(norm(x) W^T + b) for x [T, I]; float32, rows of x and of the residual lie side by side."""
+        rows, place = x.shape[0], self._workplace
+        features = self._features if activation is None else self._features // 2
+        out = x.new_empty(rows, features)
+        if not rows:
+            return out
+        threads = torch.get_num_threads()
+        if self.nbytes * rows < threads * _ENOUGH:
+            threads = max(1, rows * self.nbytes // _ENOUGH)
+        # Few rows are prepared by each thread for itself
+        place.make_room(max(rows, 2 * threads * threads) * self._step, threads)
+        place.kernel(
+            threads,
+            rows,
+            self._size,
+            features,
+            x.data_ptr(),
+            4 * x.stride(0),
+            *self._weight,
+            self._bias_place if biased else 0,
+            0 if activation is None else ACTIVATIONS[activation],
+            0 if residual is None else residual.data_ptr(),
+            0 if residual is None else 4 * residual.stride(0),
+            0 if norm is None else norm.weight.data_ptr(),
+            place.prepared,
+            self._step,
+            place.scratch,
+            out.data_ptr(),
+            self._zero,
+            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.offset,
+        )
+        return out
 
 
 def records_bytes(kind: Kind, rows: int, columns: int) -> int:

@@ -40,8 +40,8 @@ class BlocksLinear:
             raise PegboardError(f"x is {tuple(x.shape)} {x.dtype}, must be [T, {self.in_features}] float32")
         x = x if x.stride(1) == 1 else x.contiguous()
         if self._all_reduce is None:
-            return self._product(x, self.out_features, self.bias)
-        out = self._all_reduce(self._product(x, self.out_features, None))
+            return self._product(x, biased=True)
+        out = self._all_reduce(self._product(x, biased=False))
         return out if self.bias is None else out + self.bias  # the bias once, not on every rank
 
     def fuses(self, activation: Activation | None) -> bool:
@@ -50,9 +50,8 @@ class BlocksLinear:
 
     def project(self, x: Tensor, norm: Norm | None, activation: Activation | None, residual: Tensor | None) -> Tensor:
         """residual + act(norm(x) W^T + b), as `Ops.project`; x and residual float32 with rows side by side."""
-        features = self.out_features if activation is None else self.out_features // 2
-        return self._product(x, features, self.bias, norm, activation, residual)
+        return self._product(x, biased=True, norm=norm, activation=activation, residual=residual)
 
     @property
     def weight_bytes(self) -> int:
-        return self._product.records.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self._product.nbytes + (0 if self.bias is None else self.bias.nbytes)

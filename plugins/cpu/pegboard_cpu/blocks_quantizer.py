@@ -75,7 +75,7 @@ class BlocksCpuQuantizer(Quantizer):
             return DenseLinear(dense)
         parts = read_blocks(spec, checkpoint, shard, "float32", "cpu", block=BLOCK, block_bytes=kind.block_bytes)
         return BlocksLinear(
-            BlocksProduct(self._workplace, kind, parts.weights),
+            BlocksProduct(self._workplace, kind, parts.weights, parts.bias),
             shape_of(spec, shard),
             parts.bias,
             parts.partition,

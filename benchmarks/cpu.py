@@ -7,9 +7,10 @@ Prefill: a lone random prompt, one new token. Decode: greedy continuations of fi
 The best of the repeats counts. `match` is the share of greedy ids that equal those of the reference, position by
 position up to each text's first difference: transformers if it runs, else Pegboard in float32.
 
-All engines but llama.cpp read one folder with the GGUF file's weights, written beside it once: in bfloat16, as models
-are published, or with `--stored float32` as the file's blocks give them. They compute in float32 either way. llama.cpp
-reads the GGUF file as it is, so its weights are rounder and its match is for orientation only.
+All engines but two read one folder with the GGUF file's weights, written beside it once: in bfloat16, as models are
+published, or with `--stored float32` as the file's blocks give them. They compute in float32 either way. llama.cpp and
+`blocks-cpu` read the GGUF file as it is, so their weights are rounder, and round activations: their match is for
+orientation only.
 
 An engine that can't be imported by `--python` is left out, and the table says so.
 """
@@ -51,6 +52,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama.cpp, quantized": ("llamacpp_engine.py", {}),
     "pegboard": ("pegboard_engine.py", {"quantizer": {"use": "none"}}),
     "pegboard, unpacked": ("pegboard_engine.py", {"quantizer": {"use": "none", "options": {"pack": False}}}),
+    "pegboard, blocks-cpu": ("pegboard_engine.py", {"quantizer": {"use": "blocks-cpu"}, "reads": "model"}),
     "pegboard, int8-cpu": ("pegboard_engine.py", {"quantizer": {"use": "int8-cpu"}}),
     "pegboard, int8-cpu, int8 activations": (
         "pegboard_engine.py",

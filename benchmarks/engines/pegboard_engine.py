@@ -1,4 +1,6 @@
-"""Pegboard's part of `benchmarks/cpu.py`. Prefix reuse is off: repeats must do the work again."""
+"""Pegboard's part of `benchmarks/cpu.py`. Prefix reuse is off: repeats must do the work again.
+
+`job["reads"]` names what it reads: "folder", or "model" for the GGUF file."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def main() -> None:
         "max_length": longest,
         "cache": cache,
     }
-    with Engine(job["folder"], quantizer=job["quantizer"], **settings) as engine:
+    with Engine(job[job.get("reads", "folder")], quantizer=job["quantizer"], **settings) as engine:
 
         def generate(prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
             sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)

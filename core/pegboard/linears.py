@@ -24,6 +24,16 @@ class DenseParts(msgspec.Struct, frozen=True, kw_only=True):
     partition: Literal["output", "input"] | None
 
 
+class BlockParts(msgspec.Struct, frozen=True, kw_only=True):
+    """As `DenseParts`, of weights that stay in blocks."""
+
+    #: uint8 [O, bytes of this rank's columns] of each source; may be views of a mapped file.
+    weights: tuple[Tensor, ...]
+    bias: Tensor | None
+    all_reduce: Callable[[Tensor], Tensor] | None
+    partition: Literal["output", "input"] | None
+
+
 def scheme_refusals(need: QuantizerNeed) -> list[str]:
     """Reasons for a quantizer that reads dense weights only; none when the checkpoint has nothing else."""
     method = need.scheme.get("quant_method")
@@ -51,27 +61,33 @@ def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: st
     """Read, take this rank's part, and join the sources of a dense linear; `dtype` and `device` as torch names them.
 
     CheckpointError for missing and wrong-shaped tensors, all of them named; ConfigError for what can't be split."""
-    _check(spec, checkpoint)
-    all_reduce, partition = reduction(spec, shard)
-    parts, (column, columns) = output_parts(spec, shard), input_part(spec, shard)
-    by_input = partition == "input"
-
-    def read(name: str, start: int, length: int) -> Tensor:
-        if by_input and name.endswith(".weight"):
-            return checkpoint.read(name, dtype=dtype, device=device, dim=1, start=column, length=columns)
-        return checkpoint.read(name, dtype=dtype, device=device, dim=0, start=start, length=length)
-
-    def fused(suffix: str) -> Tensor:
-        read_parts = [
-            read(name, start, length) for name, (start, length) in zip(_names(spec, suffix), parts, strict=True)
-        ]
-        return _joined(read_parts)
-
+    reading = _Reading(spec, checkpoint, shard)
     return DenseParts(
-        weight=fused("weight"),
-        bias=fused("bias") if spec.bias else None,
-        all_reduce=all_reduce,
-        partition=partition,
+        weight=_joined([reading.part(name, dtype, device) for name in weight_names(spec)]),
+        bias=reading.bias(dtype, device),
+        all_reduce=reading.all_reduce,
+        partition=reading.partition,
+    )
+
+
+def read_blocks(
+    spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: str, device: str, *, block: int, block_bytes: int
+) -> BlockParts:
+    """As `read_dense`, without dequantising: every source is stored in blocks of `block` numbers in `block_bytes`.
+    `dtype` is the bias's; blocks are on the CPU. ConfigError as well for a rank's columns that are no whole blocks."""
+    reading = _Reading(spec, checkpoint, shard)
+    column, columns = input_part(spec, shard)
+    if column % block or columns % block:
+        raise ConfigError(f"{spec.name}: {columns} columns a rank are no whole blocks of {block}")
+    first, width = column // block * block_bytes, columns // block * block_bytes
+    return BlockParts(
+        weights=tuple(
+            checkpoint.read_blocks(name)[start : start + rows, first : first + width]
+            for name, (start, rows) in zip(weight_names(spec), output_parts(spec, shard), strict=True)
+        ),
+        bias=reading.bias(dtype, device),
+        all_reduce=reading.all_reduce,
+        partition=reading.partition,
     )
 
 
@@ -87,6 +103,30 @@ def reduction(
     if shard.all_reduce is None:
         raise ConfigError(f"{spec.name} is split along its input over {shard.size} ranks: the shard needs all_reduce")
     return shard.all_reduce, "input"
+
+
+class _Reading:
+    """What is read of a linear for this rank. Raises as `read_dense`."""
+
+    def __init__(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> None:
+        _check(spec, checkpoint)
+        self.all_reduce, self.partition = reduction(spec, shard)
+        self._by_input = self.partition == "input"
+        self._spec, self._checkpoint = spec, checkpoint
+        self._rows = dict(zip(spec.sources, output_parts(spec, shard), strict=True))
+        self._columns = input_part(spec, shard)
+
+    def part(self, name: str, dtype: str, device: str) -> Tensor:
+        """This rank's part of a weight or a bias."""
+        source, _, suffix = name.rpartition(".")
+        by_column = self._by_input and suffix == "weight"
+        start, length = self._columns if by_column else self._rows[source]
+        return self._checkpoint.read(name, dtype=dtype, device=device, dim=int(by_column), start=start, length=length)
+
+    def bias(self, dtype: str, device: str) -> Tensor | None:
+        if not self._spec.bias:
+            return None
+        return _joined([self.part(name, dtype, device) for name in _names(self._spec, "bias")])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

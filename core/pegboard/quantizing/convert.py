@@ -13,13 +13,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..assembly import Survey
 from ..config import load_config
 from ..contracts.quantizer import LinearSpec, LinearStatistics, WeightWriter
 from ..contracts.sampler import SamplingParams
 from ..engine import Engine
 from ..errors import ConfigError
 from ..registry.registry import Registry
+from ..survey import Survey
 from ..text import load_tokenizer
 from .folder import dense_tensor, refuse_used, write_folder
 from .folding import Folding

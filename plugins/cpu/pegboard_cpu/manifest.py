@@ -28,4 +28,17 @@ def pegboard_parts() -> tuple[Part, ...]:
             devices=("cpu",),
             priority=10,
         ),
+        Part(
+            role="quantizer",
+            name="blocks-cpu",
+            factory="pegboard_cpu.blocks_quantizer:BlocksCpuQuantizer",
+            summary="GGUF blocks kept as they are (Q4_0, Q4_1, Q8_0), activations rounded to bytes",
+            requires=("numba",),
+            install='pip install "pegboard[cpu]"',
+            devices=("cpu",),
+            matches=("gguf",),
+            # It rounds activations: by name, or where memory counts
+            priority=-100,
+            objectives={"memory": 200},
+        ),
     )

@@ -14,6 +14,7 @@ from pegboard.contracts.quantizer import Linear
 from pegboard.ops import TorchOps
 
 from . import team
+from .blocks import BlocksLinear
 
 #: Rows up to which a product reads its weight once; with more, the linear's own product computes faster.
 FEW_ROWS: Final = 16
@@ -101,6 +102,13 @@ class NumbaOps(TorchOps):
         activation: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        if (
+            isinstance(linear, BlocksLinear)
+            and linear.fuses(activation)
+            and (norm is None or _plain(norm.weight))
+            and (_by_row(x) and (residual is None or _by_row(residual)))
+        ):
+            return linear.project(x, norm, activation, residual)
         rows, size = x.shape
         weight, bias = linear.weight, linear.bias
         if weight is not None and self._batch_invariant and rows > FEW_ROWS:

@@ -47,7 +47,7 @@ def _sum(builder: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{WIDTH}f32")
 
 
-class _Loop:
+class Loop:
     """for (i = 0; i < stop; i += step), with vectors that are carried from turn to turn."""
 
     def __init__(self, builder: Any, stop: Any, step: int, carried: list[Any]) -> None:
@@ -85,7 +85,7 @@ def products_tile(features: int, rows: int, *, ahead: int) -> Callable[..., None
         distance = builder.mul(w_step, ir.Constant(_I64, ahead * features))
         zero = ir.Constant(_VECTOR, [0.0] * WIDTH)
         stop = builder.mul(size, ir.Constant(_I64, 4))
-        loop = _Loop(builder, stop, _BYTES, [zero] * (rows * features))
+        loop = Loop(builder, stop, _BYTES, [zero] * (rows * features))
         sums, weights = list(loop.carried), []
         for feature in range(features):
             place = builder.add(w_rows[feature], loop.index)
@@ -107,7 +107,7 @@ def products_tile(features: int, rows: int, *, ahead: int) -> Callable[..., None
                 place = builder.add(_plus(builder, out, out_step, row), ir.Constant(_I64, 4 * feature))
                 builder.store(one, _at(builder, place, _F32), align=4)
 
-    return _tile(f"pegboard_products_{features}x{rows}_{ahead}", body)
+    return tile_function(f"pegboard_products_{features}x{rows}_{ahead}", body)
 
 
 def mixing_tile(rows: int, vectors: int) -> Callable[..., None]:
@@ -123,7 +123,7 @@ def mixing_tile(rows: int, vectors: int) -> Callable[..., None]:
             for part in range(vectors)
         ]
         before = [builder.load(_at(builder, place, _VECTOR), align=4) for place in places]
-        loop = _Loop(builder, count, 1, before)
+        loop = Loop(builder, count, 1, before)
         sums = list(loop.carried)
         entry = builder.add(v, builder.mul(v_step, loop.index))
         values = [
@@ -141,7 +141,7 @@ def mixing_tile(rows: int, vectors: int) -> Callable[..., None]:
         for place, value in zip(places, sums, strict=True):
             builder.store(value, _at(builder, place, _VECTOR), align=4)
 
-    return _tile(f"pegboard_mix_{rows}x{vectors}", body)
+    return tile_function(f"pegboard_mix_{rows}x{vectors}", body)
 
 
 def turning_tile() -> Callable[..., None]:
@@ -166,7 +166,7 @@ def turning_tile() -> Callable[..., None]:
         for row, value in enumerate(rows):
             builder.store(value, _at(builder, _plus(builder, out, out_step, row), _VECTOR), align=4)
 
-    return _tile("pegboard_turn", body)
+    return tile_function("pegboard_turn", body)
 
 
 def _spread(builder: Any, number: Any) -> Any:
@@ -175,7 +175,7 @@ def _spread(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), mask)
 
 
-def _tile(name: str, body: Callable[..., None]) -> Callable[..., None]:
+def tile_function(name: str, body: Callable[..., None]) -> Callable[..., None]:
     """seven int64 -> nothing, as a function of its own in the module that calls it.
 
     Not inlined, and not unrolled but by hand ("optsize"): numba has LLVM optimise the same code again in every kernel

@@ -15,13 +15,13 @@ from numba.extending import intrinsic as _untyped_intrinsic
 from .team import address_of
 
 #: What numba compiles for: this CPU, unless NUMBA_CPU_FEATURES says otherwise.
-_features: Final[Mapping[str, bool]] = (
+features: Final[Mapping[str, bool]] = (
     llvm.get_host_cpu_features()
     if config.CPU_FEATURES is None
     else {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",")}
 )
 #: float32 numbers in a vector register.
-WIDTH: Final = 16 if _features.get("avx512f") else 8 if _features.get("avx2") else 4
+WIDTH: Final = 16 if features.get("avx512f") else 8 if features.get("avx2") else 4
 #: What sums and products may be changed into; NaN and infinities keep their meaning.
 FAST: Final = {"reassoc", "contract", "arcp", "nsz"}
 
@@ -33,11 +33,13 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 #: Bytes of a cache line.
 LINE: Final = 64
 
-for _name in ("omp_get_num_threads", "omp_get_thread_num"):
+for _name in ("omp_get_num_threads", "omp_get_thread_num", "GOMP_barrier"):
     llvm.add_symbol(_name, address_of(_name) or 0)
 #: Threads that run a kernel, and which of them the caller is.
 team_size = types.ExternalFunction("omp_get_num_threads", types.int32())
 thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+#: Wait for all of them.
+barrier = types.ExternalFunction("GOMP_barrier", types.void())
 
 
 def inner(*, fastmath: set[str] | None = None) -> Callable[[Any], Any]:

@@ -21,10 +21,11 @@ pytest.importorskip("gguf")
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from pegboard import Registry, SamplingParams
+from pegboard import ConfigError, Registry, SamplingParams
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.ops import Norm
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
+from pegboard.linears import read_blocks
 from pegboard.ops import TorchOps
 from pegboard.testing.oracles.checkpoints import MemoryCheckpoint
 from pegboard_cpu import manifest, vectors
@@ -185,6 +186,18 @@ def test_columns_of_a_rank_that_are_no_whole_blocks_are_dequantised(caplog: pyte
             out += quantizer().linear(spec, checkpoint, shard)(x[:, 48 * rank : 48 * rank + 48])
     assert "dequantised" in caplog.text
     torch.testing.assert_close(out.double(), x.double() @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_of_a_rank_are_whole() -> None:
+    checkpoint, spec, _ = stored("Q4_0", "Q4_0", columns=128, partition="input", bias=True)
+    read = {"block": 32, "block_bytes": 18}
+    shard = Shard(rank=1, size=2, all_reduce=lambda part: part)
+    parts = read_blocks(spec, checkpoint, shard, "float32", "cpu", **read)
+    for number, weight in enumerate(parts.weights):
+        assert torch.equal(weight, checkpoint.blocks[f"s{number}.weight"][:, 36:])
+    assert (parts.partition, parts.all_reduce) == ("input", shard.all_reduce)
+    with pytest.raises(ConfigError, match="no whole blocks of 32"):
+        read_blocks(spec, checkpoint, Shard(rank=0, size=8, all_reduce=shard.all_reduce), "float32", "cpu", **read)
 
 
 @pytest.mark.parametrize(("kind", "block"), [("Q4_0", 18), ("Q4_1", 20), ("Q8_0", 34)])

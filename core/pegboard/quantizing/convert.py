@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,11 +90,13 @@ def quantize(
                     for run in batches([(spec.name, spec.in_features) for spec in specs], BUDGET):
                         statistics = _statistics(engine, book, run, texts)
                         unseen += len(run) - len(statistics)
-                        wanted = [spec for spec in specs if spec.name in run]
-                        tensors |= _quantized(survey, wanted, writer, statistics, folding)
+                        for layer in _layers([spec for spec in specs if spec.name in run]):
+                            seen = {spec.name: statistics.pop(spec.name) for spec in layer if spec.name in statistics}
+                            tensors |= _quantized(survey, layer, writer, seen, folding)
                         say(f"calibrated up to {run[-1]}")
         if not writer.needs_statistics:
-            tensors = _quantized(survey, specs, writer, {}, None)
+            for layer in _layers(specs):
+                tensors |= _quantized(survey, layer, writer, {}, None)
         if unseen:
             say(f"{unseen} linears were given no token of the text: rounded to nearest; more text reaches more experts")
         written = {f"{source}.weight" for spec in specs for source in spec.sources}
@@ -187,6 +190,12 @@ def _statistics(
     found = {name: book.close(name) for name in names}
     book.open(())
     return {name: seen for name, seen in found.items() if seen is not None}
+
+
+def _layers(specs: Sequence[LinearSpec]) -> list[list[LinearSpec]]:
+    """Neighbours of one layer: scales move within it, and its float32 weights are held at a time."""
+    runs = groupby(specs, key=lambda spec: spec.name.split(".")[:3])
+    return [list(layer) for _, layer in runs]
 
 
 def _quantized(

@@ -53,7 +53,8 @@ class Book:
             return None
         moment, magnitude = self._sums.pop(name)
         self._open -= {name}
-        return LinearStatistics(moment=moment.div_(rows).cpu(), magnitude=magnitude.div_(rows).cpu())
+        with torch.inference_mode():  # as they were made, in a step
+            return LinearStatistics(moment=moment.div_(rows).cpu(), magnitude=magnitude.div_(rows).cpu())
 
 
 class RecordingLinear:

@@ -120,7 +120,10 @@ def _layout(outer: Fields, where: str, group: Any, format: Any) -> Layout | None
     fields.choice((), group.get("format") or format, ("pack-quantized",), "export it as 'pack-quantized'", "format")
     fields.choice(("type",), "int", ("int",), "export it as 'pack-quantized' integers")
     fields.choice(("dynamic",), False, (False,), "weights have stored scales")
-    strategy = fields.choice(("strategy",), "group", ("group", "channel"), "export it with groups or channels")
+    # What the format's own reader infers
+    size = weights.get("group_size")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = fields.choice(("strategy",), inferred, ("group", "channel"), "export it with groups or channels")
     order = fields.choice(
         ("actorder",),
         None,

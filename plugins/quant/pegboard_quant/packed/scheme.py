@@ -45,7 +45,7 @@ class Fields:
     def choice(self, names: Sequence[str], default: Any, known: Sequence[Any], right: str, called: str = "") -> Any:
         """The first of these fields that is there, or the default; what is not known is a problem, and the first
         known value stands for it."""
-        found = next((self._config[name] for name in names if name in self._config), default)
+        found = self._given(names, default)
         if not any(found == value and type(found) is type(value) for value in known):
             shown = ", ".join(repr(value) for value in known)
             self.problem(f"{self._where}: {called or names[0]} is {found!r}, known is {shown}: {right}")
@@ -54,11 +54,15 @@ class Fields:
 
     def group(self, names: Sequence[str], default: int) -> int:
         """Columns a group: a positive number, or -1."""
-        found = next((self._config[name] for name in names if name in self._config), default)
+        found = self._given(names, default)
         if not isinstance(found, int) or isinstance(found, bool) or (found < 1 and found != -1):
             self.problem(f"{self._where}: {names[0]} is {found!r}, must be a number of columns, or -1 for all of them")
             return -1
         return found
+
+    def _given(self, names: Sequence[str], default: Any) -> Any:
+        """null says as little as nothing."""
+        return next((self._config[name] for name in names if self._config.get(name) is not None), default)
 
     def names(self, name: str) -> tuple[str, ...]:
         found = self._config.get(name) or ()

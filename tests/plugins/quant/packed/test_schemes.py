@@ -56,6 +56,7 @@ def refusals(kind: type[PackedQuantizer], scheme: Any, **changes: Any) -> str:
         (CompressedTensorsQuantizer, compressed({"num_bits": 2}), "num_bits is 2, known is 4, 8"),
         (CompressedTensorsQuantizer, compressed({"type": "float"}), "type is 'float'"),
         (CompressedTensorsQuantizer, compressed({"strategy": "tensor"}), "strategy is 'tensor'"),
+        (CompressedTensorsQuantizer, compressed({"strategy": None, "group_size": None}), "strategy is 'tensor'"),
         (CompressedTensorsQuantizer, compressed({"dynamic": True}), "dynamic is True"),
         (CompressedTensorsQuantizer, compressed(group={"input_activations": {"num_bits": 8}}), "export it as W4A16"),
         (CompressedTensorsQuantizer, compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
@@ -108,3 +109,13 @@ def test_compressed_tensors_targets() -> None:
     assert scheme.layout("b.router") is None
     found = [scheme.layout(name) for name in ("b.up_proj", "b.down_proj", "a.down_proj")]
     assert [(layout.bits, layout.group) for layout in found if layout is not None] == [(4, 32), (8, -1), (4, -1)]
+
+
+def test_null_says_as_little_as_nothing() -> None:
+    nulls = {"checkpoint_format": None, "modules_to_not_convert": None, "dynamic": None, "desc_act": None}
+    assert gptq_scheme(GPTQ | nulls) == gptq_scheme(GPTQ)
+    for group, expected in ((64, 64), (-1, -1)):
+        scheme = compressed_tensors_scheme(compressed({"strategy": None, "group_size": group, "actorder": None}))
+        layout = scheme.layout("a")
+        assert layout is not None
+        assert (layout.group, layout.ordered) == (expected, False)

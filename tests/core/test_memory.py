@@ -13,10 +13,10 @@ from pegboard import (
     InvalidRequest,
     Part,
     SamplingParams,
-    assembly,
     hookimpl,
     load_config,
     plan_engine,
+    survey,
 )
 from pegboard.contracts.attention import AttentionNeed
 from pegboard.contracts.device import DeviceFacts
@@ -64,7 +64,7 @@ def test_auto_takes_the_first_page_size_that_attention_serves(
     assert page_sizes(config, DeviceFacts(type="cuda")) == (64, 16)
     assert page_sizes(load_config({"model": "m", "page_size": 32}), DeviceFacts(type="cuda")) == (32,)
     assert make_engine(tiny_path, device="cpu").plan.page_size == 16
-    monkeypatch.setattr(assembly, "page_sizes", lambda config, device: (64, 16))
+    monkeypatch.setattr(survey, "page_sizes", lambda config, device: (64, 16))
     for settings, size in (({"attention": "torch"}, 64), ({"attention": "small-pages", "plugins": [Plugin()]}, 16)):
         engine = make_engine(tiny_path, device="cpu", kv_memory=100 * PAGE, **settings)
         assert engine.plan.page_size == size

@@ -360,7 +360,7 @@ def test_eos_that_the_vocabulary_lacks(folder: Path, eos: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheme", [{"quant_method": "gzip"}, {"bits": 4}, {"quant_method": "awq", "bits": 4, "group_size": 128}], ids=str
+    "scheme", [{"quant_method": "gzip"}, {"bits": 4}, {"quant_method": "hqq", "bits": 4, "group_size": 128}], ids=str
 )
 def test_quantization_of_an_unknown_scheme(folder: Path, scheme: dict[str, Any]) -> None:
     edit(folder, quantization_config=scheme)

@@ -58,7 +58,11 @@ def test_second_turn_reuses_the_first(engine: Engine, make_engine: Callable[...,
     assert second.metrics.cached_tokens >= 32
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 11, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, pytest.param({"temperature": 0.7, "seed": 11, "top_p": 0.9}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_speculation_changes_no_token(
     engine: Engine, make_engine: Callable[..., Any], sampling: dict[str, Any]
 ) -> None:

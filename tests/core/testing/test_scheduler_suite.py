@@ -368,7 +368,7 @@ BROKEN: dict[type[Scheduler], str] = {
     EndsTwice: "test_aborts_at_any_moment",
     NoDeadlines: "test_deadlines_end_what_is_late",
     LateDeadlines: "test_deadlines_end_what_is_late",
-    KeepsPages: "test_everything_is_given_back test_many_cancels_leak_nothing",
+    KeepsPages: "test_everything_is_given_back test_many_cancels_leak_nothing test_the_host_chooses_where_it_says",
     FailsAll: "test_lost_steps_end_their_rows_only",
     ShrugsLosses: "test_lost_steps_end_their_rows_only",
     KeepsTainted: "test_a_failed_row_hurts_no_other",
@@ -381,7 +381,7 @@ BROKEN: dict[type[Scheduler], str] = {
     Replaces: "test_live_ids_are_refused",
     NeverPauses: "test_the_paused_wait",
     ForksFresh: "test_forks_go_on_like_their_parent test_chosen_tokens_are_taken_up",
-    ForgetsChoices: "test_chosen_tokens_are_taken_up",
+    ForgetsChoices: "test_chosen_tokens_are_taken_up test_the_host_chooses_where_it_says",
     LosesAborts: "test_many_cancels_leak_nothing",
 }
 

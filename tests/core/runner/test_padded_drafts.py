@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
-from torch import Tensor
 
 from pegboard import Engine, SamplingParams
-from pegboard.contracts.attention import AttentionLayer, LayerCache
-from pegboard.contracts.batch import Bounds, Rows
+from pegboard.contracts.batch import Bounds
 from pegboard.contracts.part import Part
 from pegboard.contracts.scheduler import RowPlan
 from pegboard.contracts.speculator import DraftContext, Drafts
-from pegboard.ops import TorchOps
-from pegboard.registry.hookspecs import hookimpl
 from pegboard.runner import LocalExecutor
 from pegboard.runner.step_shape import Limits, StepShape, exact_shape, padded_shape
 from pegboard.testing.tiny import tiny_model
-from pegboard_attention.torch_backend import TorchAttention
 from pegboard_sampling.speculation.ngram import NGramSpeculator
 from pegboard_sampling.speculation.options import NGramOptions
 
 LIMITS = Limits(rows=5, step_tokens=40, length=200, decode_width=4)
-
-
-class RecordableOps(TorchOps):
-    capturable = True
-
-
-class RecordableAttention(TorchAttention):
-    """The torch part wants to know how long queries are; this one looks, as no part of a recorded step may."""
-
-    capturable = True
-
-    def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> Any:
-        queries = rows.query_start.diff().tolist()
-        own = replace(rows.bounds, tokens=sum(queries), max_query=max(queries), min_query=min(queries))
-        return super().plan(replace(rows, bounds=own), layer, workspace)
-
-    def forward(self, q: Tensor, k: Any, v: Any, cache: LayerCache, plan: Any, sinks: Tensor | None = None) -> Tensor:
-        count = plan.rows.bounds.tokens
-        nobody = torch.full_like(q[count:], float("nan"))
-        return torch.cat((super().forward(q[:count], k[:count], v[:count], cache, plan, sinks), nobody))
 
 
 class Recordable(NGramSpeculator):
@@ -83,14 +57,11 @@ class PaddedExecutor(LocalExecutor):
         return runner
 
 
-class Padding:
-    @hookimpl
-    def pegboard_parts(self) -> list[Part]:
-        made = {"ops": RecordableOps, "attention": RecordableAttention, "executor": PaddedExecutor}
-        found = [Part(role=role, name="padding", factory=part, summary="for tests") for role, part in made.items()]
-        for name, part in (("inside", Recordable), ("outside", Outside)):
-            found.append(Part(role="speculator", name=name, factory=part, options=NGramOptions, summary="for tests"))
-        return found
+def speculators() -> list[Part]:
+    return [
+        Part(role="speculator", name=name, factory=part, options=NGramOptions, summary="for tests")
+        for name, part in (("inside", Recordable), ("outside", Outside))
+    ]
 
 
 def asked() -> list[SamplingParams]:
@@ -103,7 +74,9 @@ def asked() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("speculator", ["inside", "outside"])
-def test_tokens_are_those_of_exact_steps(tmp_path: Path, speculator: str, run_ahead: int) -> None:
+def test_tokens_are_those_of_exact_steps(
+    tmp_path: Path, padding: Callable[..., Any], speculator: str, run_ahead: int
+) -> None:
     model = tiny_model(tmp_path / "model", max_position_embeddings=64, tokenizer=False)
     found = []
     parts = {"ops": "padding", "attention": "padding", "executor": "padding"}
@@ -111,7 +84,11 @@ def test_tokens_are_those_of_exact_steps(tmp_path: Path, speculator: str, run_ah
     PaddedExecutor.shapes.clear()
     for settings in ({}, {**parts, **drafting, "run_ahead": run_ahead}):
         with Engine(
-            model, device="cpu", plugins=[Padding()], max_rows=5, **{"executor": "local", **settings}
+            model,
+            device="cpu",
+            plugins=[padding(speculators(), executor=PaddedExecutor)],
+            max_rows=5,
+            **{"executor": "local", **settings},
         ) as engine:
             handles = [engine.submit([5, 6, 7, 5, 6, 7, 5 + n], sampling) for n, sampling in enumerate(asked())]
             found.append([handle.result().raise_for_error().token_ids for handle in handles])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +10,18 @@ import numpy
 import pytest
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from pegboard import SamplingParams
-from pegboard.contracts.attention import AttentionLayer, LayerCache
-from pegboard.contracts.batch import Rows
-from pegboard.contracts.part import Part
 from pegboard.contracts.scheduler import RowPlan, StepPlan
 from pegboard.models.llama import Llama
-from pegboard.ops import TorchOps
-from pegboard.registry.hookspecs import hookimpl
 from pegboard.request import Request
 from pegboard.runner import LocalExecutor
 from pegboard.runner.batching import most_packed, pack
 from pegboard.runner.model_runner import ModelRunner
 from pegboard.runner.step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
 from pegboard.testing.tiny import tiny_model
-from pegboard_attention.torch_backend import TorchAttention
 
 LIMITS = Limits(rows=5, step_tokens=40, length=200, decode_width=1)
-
-
-class RecordableOps(TorchOps):
-    capturable = True
-
-
-class RecordableAttention(TorchAttention):
-    """The torch part wants to know how long queries are; this one looks, as no part of a recorded step may."""
-
-    capturable = True
-
-    def plan(self, rows: Rows, layer: AttentionLayer, workspace: Mapping[str, Tensor]) -> Any:
-        queries = rows.query_start.diff().tolist()
-        own = replace(rows.bounds, tokens=sum(queries), max_query=max(queries), min_query=min(queries))
-        return super().plan(replace(rows, bounds=own), layer, workspace)
-
-    def forward(self, q: Tensor, k: Any, v: Any, cache: LayerCache, plan: Any, sinks: Tensor | None = None) -> Tensor:
-        count = plan.rows.bounds.tokens
-        nobody = torch.full_like(q[count:], float("nan"))
-        return torch.cat((super().forward(q[:count], k[:count], v[:count], cache, plan, sinks), nobody))
 
 
 class PaddedExecutor(LocalExecutor):
@@ -63,13 +36,6 @@ class PaddedExecutor(LocalExecutor):
         shape_of = runner._shape
         runner._shape = lambda rows: cls.shapes.append(found := shape_of(rows)) or found  # type: ignore[method-assign,func-returns-value]
         return runner
-
-
-class Padding:
-    @hookimpl
-    def pegboard_parts(self) -> list[Part]:
-        made = {"ops": RecordableOps, "attention": RecordableAttention, "executor": PaddedExecutor}
-        return [Part(role=role, name="padding", factory=part, summary="for this test") for role, part in made.items()]
 
 
 def requests() -> list[Request]:
@@ -90,7 +56,7 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_padded_steps_give_what_exact_ones_give(
-    tmp_path: Path, make_engine: Callable[..., Any], architecture: str, ahead: int
+    tmp_path: Path, make_engine: Callable[..., Any], padding: Callable[..., Any], architecture: str, ahead: int
 ) -> None:
     extra = {} if architecture == "llama" else {"head_dim": 16, "sliding_window": 20}
     path = tiny_model(tmp_path / "m", architecture=architecture, std=0.4, seed=5, **extra)
@@ -98,7 +64,7 @@ def test_padded_steps_give_what_exact_ones_give(
     found = []
     for parts in ({}, dict.fromkeys(("ops", "attention", "executor"), "padding")):
         PaddedExecutor.shapes = []
-        engine = make_engine(path, device="cpu", plugins=[Padding()], **settings, **parts)
+        engine = make_engine(path, device="cpu", plugins=[padding(executor=PaddedExecutor)], **settings, **parts)
         outputs = [output.raise_for_error() for output in engine.generate(requests())]
         found.append([output.token_ids for output in outputs])
         logprobs = [[p.logprob for p in output.completions[0].logprobs or ()] for output in outputs]
@@ -165,7 +131,11 @@ def test_the_plan_of_a_step_is_not_changed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("narrows", [True, False])
 def test_as_many_choices_as_tokens_are_still_picked_out(
-    tmp_path: Path, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, narrows: bool
+    tmp_path: Path,
+    make_engine: Callable[..., Any],
+    padding: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    narrows: bool,
 ) -> None:
     """16 decode rows and a prompt of 9 tokens: 32 tokens and 32 choices in the padded step. A model may leave out the
     tokens that nobody wants, or not."""
@@ -177,7 +147,9 @@ def test_as_many_choices_as_tokens_are_still_picked_out(
     found = []
     for parts in ({}, dict.fromkeys(("ops", "attention", "executor"), "padding")):
         PaddedExecutor.shapes = []
-        engine = make_engine(path, device="cpu", dtype="float64", plugins=[Padding()], max_rows=40, **parts)
+        engine = make_engine(
+            path, device="cpu", dtype="float64", plugins=[padding(executor=PaddedExecutor)], max_rows=40, **parts
+        )
         handles = [engine.submit([3 + i, 9], greedy) for i in range(16)]
         for handle in handles:
             assert handle.take() is not None  # it is a decode row from now on

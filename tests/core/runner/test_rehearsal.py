@@ -11,9 +11,6 @@ import torch
 
 from pegboard import SamplingParams
 from pegboard.contracts.sampler import SampleOutput, SampleRows
-from pegboard.ops import TorchOps
-from pegboard.registry.hookspecs import hookimpl
-from pegboard.registry.parts import Part
 from pegboard.request import Request
 from pegboard.runner import LocalExecutor
 from pegboard.runner.batching import pack
@@ -24,11 +21,9 @@ from pegboard_attention.torch_backend import TorchAttention
 from pegboard_sampling.torch_sampler import TorchSampler
 
 
-class RecordableOps(TorchOps):
-    capturable = True
+class Nothing(TorchAttention):
+    """Idle rows see nothing."""
 
-
-class RecordableAttention(TorchAttention):
     capturable = True
 
     def plan(self, rows: Any, layer: Any, workspace: Any) -> Any:
@@ -56,13 +51,6 @@ class Padded(LocalExecutor):
         return True
 
 
-class Parts:
-    @hookimpl
-    def pegboard_parts(self) -> list[Part]:
-        made = {"ops": RecordableOps, "attention": RecordableAttention, "executor": Padded, "sampler": Recordable}
-        return [Part(role=role, name="ready", factory=part, summary="for this test") for role, part in made.items()]
-
-
 def run_ahead(runner: Any) -> set[Any]:
     rehearsal = Rehearsal(runner._stepping, runner.parts.sampler, runner._limits)
     with torch.inference_mode():
@@ -72,16 +60,16 @@ def run_ahead(runner: Any) -> set[Any]:
 
 
 @pytest.fixture
-def engine(tmp_path: Path, make_engine: Callable[..., Any]) -> Any:
+def engine(tmp_path: Path, make_engine: Callable[..., Any], padding: Callable[..., Any]) -> Any:
     Recordable.asked = []
     return make_engine(
         tiny_model(tmp_path / "m", std=0.4, seed=5),
         device="cpu",
-        plugins=[Parts()],
+        plugins=[padding(attention=Nothing, executor=Padded, sampler=Recordable)],
         max_rows=6,
         max_step_tokens=64,
         run_ahead=1,
-        **dict.fromkeys(("ops", "attention", "executor", "sampler"), "ready"),
+        **dict.fromkeys(("ops", "attention", "executor", "sampler"), "padding"),
     )
 
 

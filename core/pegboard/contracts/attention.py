@@ -92,6 +92,8 @@ class AttentionBackend(ABC, Generic[PlanT]):
 
     The cache already holds this step's K/V when `forward` runs (written by the op `rope_write`).
 
+    A quantized entry is scale times payload, exactly or as the compute dtype rounds it.
+
     Invariants: q, k, v, the batch and the cache are not changed (except a score_mass tensor of its own layout);
     masked and idle rows give zeros; a row's result does not depend on entries outside what it may see, NaN
     included; nothing synchronises the device.

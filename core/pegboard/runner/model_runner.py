@@ -22,7 +22,7 @@ from pegboard.errors import ConfigError
 from .adapting import DraftLimits
 from .attending import Attending, Phase
 from .batching import most_packed, pack
-from .compiling import Compilation
+from .compiling.ahead import Compilation
 from .device_state import DeviceState
 from .processing import Processing, rescore
 from .recording import Recordings, ResultT
@@ -117,7 +117,7 @@ class ModelRunner:
         ConfigError: the largest step needs more memory than there is."""
         if self._recordings is None or not self._capturable(decode=True, prefill=True):
             return
-        compilation = self._compilation = Compilation()
+        compilation = self._compilation = Compilation(self.device)
         first, rest = shapes_ahead(self._limits)
         rehearsal = Rehearsal(self._stepping, self._parts.sampler, self._limits)
 
@@ -126,8 +126,6 @@ class ModelRunner:
 
         try:
             compilation.rehearse(lambda: rehearsal.run(first, vector, every_choice=False))
-            # One kernel takes longest by far: the lock is free while it is optimised
-            compilation.wait(left=1)
             compilation.rehearse(lambda: rehearsal.run(rest, vector))
         except torch.OutOfMemoryError as error:
             raise ConfigError(

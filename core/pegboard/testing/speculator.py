@@ -237,7 +237,10 @@ class SpeculatorSuite(Suite, standard=True):
         while any(told[slot] < len(history) for slot, history in histories.items()):
             self.observe_some(made, spec, histories, told, random)
         found = self.drafts_of(made, spec, histories).ids
-        check(same_bits(found, expected), "observed tokens give other drafts than the same tokens in an opening")
+        check(
+            same_bits(found, expected),
+            f"observed tokens give drafts {found.tolist()}, the same tokens in an opening {expected.tolist()}",
+        )
 
     def observe_some(
         self,

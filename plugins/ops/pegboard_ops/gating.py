@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from pegboard.contracts.ops import Activation
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from .launching import Launcher
+    from pegboard.contracts.ops import Activation
+
+    from .launching import Launcher
+
 
 _BLOCK = 1024
 

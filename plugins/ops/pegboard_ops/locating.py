@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from pegboard.contracts.ops import Located, SlotTables
+from pegboard.contracts.ops import Located
 
-from .launching import Launcher
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pegboard.contracts.ops import SlotTables
+
+    from .launching import Launcher
+
 
 _BLOCK = 256
 

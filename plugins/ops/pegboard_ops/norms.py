@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from pegboard.contracts.ops import Norm
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from .launching import Launcher
+    from pegboard.contracts.ops import Norm
+
+    from .launching import Launcher
 
 
 @triton.jit
@@ -62,7 +65,7 @@ def launch_norm(x: Tensor, norm: Norm, residual: Tensor | None, launcher: Launch
     Bytes: x, residual and out once each."""
     rows = x.flatten(0, -2)
     added = None if residual is None else residual.flatten(0, -2)
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    out = rows.new_empty(rows.shape)
     count, size = rows.shape
     block = triton.next_power_of_2(size)
     # Some eight numbers a thread and step; several rows a program where rows are short

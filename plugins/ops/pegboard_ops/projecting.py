@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from pegboard.contracts.ops import Activation, Norm
 
 from .gating import activate
-from .launching import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pegboard.contracts.ops import Activation, Norm
+
+    from .launching import Launcher
 
 #: Numbers of a program's weights that stay in registers: 128 of them a thread.
 _HELD = 128 * 256

@@ -6,16 +6,20 @@ outputs don't fill the device, the inputs are split too, and a second launch add
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pegboard.contracts.ops import Activation
-
 from .gating import activate
-from .launching import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pegboard.contracts.ops import Activation
+
+    from .launching import Launcher
 
 MOST_ROWS = 16
 _BLOCK_N = 64
@@ -143,6 +147,8 @@ def launch_few(
 
     Reference: `pegboard.ops.TorchOps.project`. Nothing is rounded before the result: within one unit in the last place
     of x's dtype, and of float32 sums over I. Bytes: the weight once."""
+    import torch  # not for those who compile the kernel
+
     rows, inputs = x.shape
     outputs = weight.shape[0]
     features = outputs if activation is None else outputs // 2

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from pegboard.contracts.attention import KVLayout, LayerCache
-from pegboard.contracts.ops import Norm, Rope
 from pegboard.dtypes import FLOAT_DTYPES
 
 from .eight_bits import eight_bits, scale_of
-from .launching import Launcher
 from .value_writing import launch_value_write
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pegboard.contracts.attention import KVLayout, LayerCache
+    from pegboard.contracts.ops import Norm, Rope
+
+    from .launching import Launcher
 
 #: Layout name -> how it is written: as it is, in offset binary, as e4m3 bits.
 _FORMATS: Final = {"nhd": 0, "hnd-int8": 1, "hnd-float8_e4m3fn": 2}
@@ -225,6 +228,8 @@ def launch_rope_write(
     form = _FORMATS[cache.layout.name]
     k, v = (cache.tensors[name] for name in ("k", "v"))
     if form:
+        import torch  # not for those who compile the kernel
+
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     apart = bool(form) and tokens >= _APART
     block = _MANY_HEADS if tokens >= 1024 and q_norm is None and k_norm is None else _HEADS

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .eight_bits import eight_bits, scale_of
-from .launching import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .launching import Launcher
 
 _TOKENS = 32
 #: Triton gives neighbouring lanes of a store, of whose addresses it knows nothing, to the first dimension up to 3.6 and

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .schedule import Schedule
     from .tiling import Tiling
 

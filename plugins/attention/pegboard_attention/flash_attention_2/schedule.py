@@ -8,14 +8,15 @@ that see most blocks of entries first, so that none is left with a long one at t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .problem import EVERYTHING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: int32 fields of a tile's record, see `Schedule.tiles`.
 FIELDS = tl.constexpr(8)
@@ -75,6 +76,8 @@ def make_schedule(
 ) -> Schedule:
     """query_start [R+1] and kv_len [R] int32; tiles of `tile_tokens` queries, blocks of `block` entries. None: all
     rows."""
+    import torch  # not for those who compile the kernel
+
     part = part or Part(0, kv_len.shape[0])
     rows = part.end_row - part.first_row
     limit = tile_limit(rows, tokens, max_query, tile_tokens)

@@ -17,17 +17,19 @@ rows that are themselves longer than the workspace, which the device sees, are l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from pegboard.contracts.batch import Rows
 
 from ..widening import dequantized
 from .problem import EVERYTHING, Entries, Mixing
 from .schedule import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pegboard.contracts.batch import Rows
 
 #: Entries that the workspace holds at most.
 MOST_ENTRIES = 1 << 16
@@ -94,6 +96,8 @@ def make_rooms(rows: Rows, mixing: Mixing, page_size: int, k: Tensor, v: Tensor)
     stride = min(-(-bounds.max_kv // page_size) * page_size, capacity)
     at_once = min(capacity // max(stride, 1), bounds.rows)
     k, v = (x[: capacity * each].view(1, capacity, mixing.kv_heads, mixing.head_size) for x in (k, v))
+    import torch  # not for those who compile the kernel
+
     starts = torch.arange(bounds.rows, dtype=torch.int32, device=k.device) % at_once * stride
     parts = (Part(row, min(row + at_once, bounds.rows), most=stride) for row in range(0, bounds.rows, at_once))
     return [Room(k, v, starts, stride, rows, part) for part in parts]

@@ -93,7 +93,8 @@ class Speculator(ABC):
     def open(self, openings: Sequence[SlotOpening]) -> None: ...
 
     @abstractmethod
-    def propose(self, context: DraftContext) -> Drafts: ...
+    def propose(self, context: DraftContext) -> Drafts:
+        """Changes nothing that drafts depend on. Rows that it has not caught up with yet may have none."""
 
     @abstractmethod
     def observe(self, slots: Tensor, ids: Tensor, count: Tensor) -> None:

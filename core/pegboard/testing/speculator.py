@@ -236,7 +236,10 @@ class SpeculatorSuite(Suite, standard=True):
         told = dict.fromkeys(histories, 3)
         while any(told[slot] < len(history) for slot, history in histories.items()):
             self.observe_some(made, spec, histories, told, random)
-        found = self.drafts_of(made, spec, histories).ids
+        for _ in range(MAX_LENGTH):
+            found = self.drafts_of(made, spec, histories).ids
+            if bool(((found[:, 0] < 0) == (expected[:, 0] < 0)).all()):
+                break  # who catches up a few tokens at a time proposes nothing meanwhile
         check(
             same_bits(found, expected),
             f"observed tokens give drafts {found.tolist()}, the same tokens in an opening {expected.tolist()}",

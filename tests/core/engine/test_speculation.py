@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pegboard import Engine, PluginError, RequestOutput, SamplingParams
@@ -209,6 +211,48 @@ def test_the_same_tokens_as_without(
     same(found, plain[: len(found)])
     preempted = sum(c.metrics.preemptions for output in found for c in output.completions)
     assert (preempted > 0) == bool(settings)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random ones: most of what they propose is refused."""
+    folder, size = tmp_path_factory.mktemp("heads"), 64
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for head in range(3):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(size, size, generator=generator) * 0.1
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(size)
+    return {"medusa": _written(folder / "medusa", tensors, {"medusa_num_heads": 3, "medusa_num_layers": 1})}
+
+
+def _written(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+    path.mkdir()
+    save_file(dict(tensors), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.mark.supports("Decoding", "speculative decoding with trained heads (Medusa), the same tokens as without")
+@pytest.mark.parametrize(
+    ("executor", "run_ahead", "settings"),
+    [("local", 0, ROOMY), ("local", 2, TIGHT), ("ahead", 1, TIGHT)],
+    ids=["local", "tight", "ahead"],
+)
+@pytest.mark.parametrize("name", ["medusa"])
+def test_heads_give_the_same_tokens(
+    model: Path,
+    heads: dict[str, Path],
+    plain: list[RequestOutput],
+    name: str,
+    executor: str,
+    run_ahead: int,
+    settings: dict[str, Any],
+) -> None:
+    speculator = {"use": name, "options": {"model": str(heads[name])}}
+    found = outputs(
+        model, speculator=speculator, executor=executor, run_ahead=run_ahead, again=bool(settings), **settings
+    )
+    same(found, plain[: len(found)])
 
 
 def test_observers_and_stats_tell_what_became_of_drafts(model: Path, plain: list[RequestOutput]) -> None:

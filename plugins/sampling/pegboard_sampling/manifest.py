@@ -47,6 +47,13 @@ def pegboard_parts() -> tuple[Part, ...]:
             summary="Trained heads on the target's last hidden state, one for each token ahead (Medusa-1)",
         ),
         Part(
+            role="speculator",
+            name="eagle",
+            factory="pegboard_sampling.speculation.eagle:EagleSpeculator",
+            options="pegboard_sampling.speculation.options:EagleOptions",
+            summary="A trained layer that continues the target's hidden states, with a cache of its own (EAGLE-1)",
+        ),
+        Part(
             role="logits_processor",
             name="structured",
             factory="pegboard_sampling.structured.processor:StructuredOutput",

@@ -218,11 +218,19 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random ones: most of what they propose is refused."""
     folder, size = tmp_path_factory.mktemp("heads"), 64
     generator = torch.Generator().manual_seed(0)
-    tensors = {}
+    medusa = {}
     for head in range(3):
-        tensors[f"{head}.0.linear.weight"] = torch.randn(size, size, generator=generator) * 0.1
-        tensors[f"{head}.0.linear.bias"] = torch.zeros(size)
-    return {"medusa": _written(folder / "medusa", tensors, {"medusa_num_heads": 3, "medusa_num_layers": 1})}
+        medusa[f"{head}.0.linear.weight"] = torch.randn(size, size, generator=generator) * 0.1
+        medusa[f"{head}.0.linear.bias"] = torch.zeros(size)
+    eagle = {"fc.weight": (size, 2 * size), "layers.0.post_attention_layernorm.weight": (size,)}
+    eagle |= {f"layers.0.self_attn.{part}_proj.weight": (size, size) for part in "qkvo"}
+    eagle |= {f"layers.0.mlp.{part}_proj.weight": (size, size) for part in ("gate", "up", "down")}
+    layer = {name: torch.randn(shape, generator=generator) / 8 for name, shape in eagle.items()}
+    config = {"hidden_size": size, "intermediate_size": size, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return {
+        "medusa": _written(folder / "medusa", medusa, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
+        "eagle": _written(folder / "eagle", layer, {**config, "vocab_size": VOCABULARY, "rope_theta": 10000.0}),
+    }
 
 
 def _written(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
@@ -232,13 +240,13 @@ def _written(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any
     return path
 
 
-@pytest.mark.supports("Decoding", "speculative decoding with trained heads (Medusa), the same tokens as without")
+@pytest.mark.supports("Decoding", "speculative decoding with trained heads (Medusa, EAGLE), the same tokens as without")
 @pytest.mark.parametrize(
     ("executor", "run_ahead", "settings"),
     [("local", 0, ROOMY), ("local", 2, TIGHT), ("ahead", 1, TIGHT)],
     ids=["local", "tight", "ahead"],
 )
-@pytest.mark.parametrize("name", ["medusa"])
+@pytest.mark.parametrize("name", ["medusa", "eagle"])
 def test_heads_give_the_same_tokens(
     model: Path,
     heads: dict[str, Path],

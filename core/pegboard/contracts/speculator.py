@@ -6,7 +6,7 @@ Letters: R rows, k drafts, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
@@ -111,6 +111,11 @@ class Speculator(ABC):
     @abstractmethod
     def create(cls, need: SpeculatorNeed, options: Any) -> Self: ...
 
+    @classmethod
+    def trainer(cls, training: HeadTraining) -> HeadTrainer:
+        """What trains the heads that such a speculator loads. PegboardError: it can't for this target."""
+        raise NotImplementedError(f"{cls.__name__} has nothing to train")
+
     @abstractmethod
     def open(self, openings: Sequence[SlotOpening]) -> None: ...
 
@@ -136,3 +141,51 @@ class Speculator(ABC):
         states of the slot's tokens start, start + 1, ..., all of which have a successor in its opening. Pieces come in
         order; what a prefix in the cache spares the target is never told. Valid during the call."""
         raise NotImplementedError(f"{type(self).__name__} asks for the hidden states of prompts, and ignores them")
+
+
+class HeadText(msgspec.Struct, frozen=True, kw_only=True):
+    """A text with what the target made of it, on the device that trains."""
+
+    #: [N] int64
+    ids: Tensor
+    #: [N - 1, E] float32: the final hidden state after each token but the last.
+    hidden: Tensor
+    #: [N - 1] int64: the target's first choice after each of them.
+    greedy: Tensor
+
+
+class HeadTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """What heads are trained for."""
+
+    target: ModelSpec
+    #: The target's config.json.
+    config: Mapping[str, Any]
+    #: [V, E] float32 each, on the device that trains.
+    embedding: Tensor
+    head: Tensor
+    #: Drafts a row that they are to give.
+    drafts: int
+    seed: int
+
+
+class HeadTrainer(ABC):
+    """Heads while they are trained: `pegboard train-heads` minimises `loss` over `parameters`, and writes `weights` and
+    `config` into a folder that the speculator loads, before the first step as well, as what training began with."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Sequence[Tensor]:
+        """Leaves in float32 that ask for gradients."""
+
+    @abstractmethod
+    def loss(self, texts: Sequence[HeadText]) -> Tensor:
+        """A number, the mean over the texts' places. Texts of at least drafts + 2 tokens."""
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """Of model.safetensors, by name."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """Of config.json."""

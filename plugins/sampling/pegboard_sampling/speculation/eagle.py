@@ -14,6 +14,8 @@ from pegboard.contracts.speculator import (
     DraftContext,
     Drafts,
     DraftTarget,
+    HeadTrainer,
+    HeadTraining,
     Speculator,
     SpeculatorNeed,
     SpeculatorSpec,
@@ -23,6 +25,7 @@ from pegboard.hub import resolve_model
 
 from .drawing import DraftDraws
 from .eagle_layer import EagleLayer, EagleShape, attend_where
+from .eagle_training import EagleTrainer
 from .head_files import HeadFiles
 from .history import TokenHistory
 from .options import EagleOptions
@@ -74,6 +77,10 @@ class EagleSpeculator(Speculator):
     @classmethod
     def create(cls, need: SpeculatorNeed, options: Any) -> Self:
         return cls(need, options)
+
+    @classmethod
+    def trainer(cls, training: HeadTraining) -> HeadTrainer:
+        return EagleTrainer(training)
 
     def attach(self, target: DraftTarget) -> None:
         need = self._need

@@ -116,7 +116,7 @@ class EagleLayer:
         states -> [R, w, E]: what the target's state after that token is expected to be."""
         x = self._linear(torch.cat((embedded, hidden), -1), "fc")
         at, config = f"{_LAYER}.self_attn", self.config
-        q, k, v = (self._linear(x, f"{at}.{part}_proj").unflatten(-1, (-1, config.head_size)) for part in "qkv")
+        q, k, v = (self._linear(x, f"{at}.{part}_proj").view(*x.shape[:2], -1, config.head_size) for part in "qkv")
         flat = positions.flatten()
         q, k = (rotate(part.flatten(0, 1), flat, self._rope).view(part.shape) for part in (q, k))
         x = x + self._linear(attend(q, k, v).flatten(2), f"{at}.o_proj")
@@ -136,11 +136,11 @@ class EagleLayer:
 
 def attend_where(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """q [R, w, H, D] over k and v [R, e, K, D] where visible [R, w, e], or [w, e] for all rows; [R, w, H, D]."""
-    kv_heads = k.shape[2]
-    groups = q.shape[2] // kv_heads
+    rows, width, heads, size = q.shape
+    shared, groups = k.shape[2], heads // k.shape[2]
     # Query heads that share a KV head are queries of it
-    q = q.unflatten(2, (kv_heads, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    q = q.view(rows, width, shared, groups, size).transpose(1, 2).reshape(rows, shared, width * groups, size)
     mask = visible.repeat_interleave(groups, -2)
     mask = mask if mask.dim() == 2 else mask[:, None]
     mixed = functional.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
-    return mixed.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    return mixed.view(rows, shared, width, groups, size).transpose(1, 2).reshape(rows, width, heads, size)

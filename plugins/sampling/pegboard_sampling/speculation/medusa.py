@@ -14,6 +14,8 @@ from pegboard.contracts.speculator import (
     DraftContext,
     Drafts,
     DraftTarget,
+    HeadTrainer,
+    HeadTraining,
     Speculator,
     SpeculatorNeed,
     SpeculatorSpec,
@@ -24,6 +26,7 @@ from pegboard.hub import resolve_model
 from .drawing import DraftDraws
 from .head_files import HeadFiles
 from .medusa_heads import MedusaFile, MedusaHeads
+from .medusa_training import MedusaTrainer
 from .options import MedusaOptions
 
 
@@ -61,6 +64,10 @@ class MedusaSpeculator(Speculator):
     @classmethod
     def create(cls, need: SpeculatorNeed, options: Any) -> Self:
         return cls(need, options)
+
+    @classmethod
+    def trainer(cls, training: HeadTraining) -> HeadTrainer:
+        return MedusaTrainer(training)
 
     def attach(self, target: DraftTarget) -> None:
         self._target = target

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from pegboard import ConfigError, Engine, SamplingParams
 from pegboard.contracts.sampler import SlotOpening
-from pegboard.contracts.speculator import DraftContext
+from pegboard.contracts.speculator import DraftContext, HeadText, HeadTraining
 from pegboard.testing import SpeculatorSuite
 from pegboard.testing.conformance import Candidate
 from pegboard.testing.speculator import TARGET, StandInTarget
 from pegboard_sampling.speculation.eagle import EagleSpeculator
+from pegboard_sampling.speculation.eagle_training import EagleTrainer
 from pegboard_sampling.speculation.options import EagleOptions
 
 HEADS, KV_HEADS, HEAD_SIZE, INNER, EPS, THETA = 4, 2, 8, 48, 1e-5, 10000.0
@@ -252,3 +253,36 @@ def test_layers_that_do_not_fit(tiny_path: Path, tmp_path: Path) -> None:
     refused(tiny_path, "spiral", model=str(turned))
     (good / "model.safetensors").rename(good / "pytorch_model.bin")
     refused(tiny_path, "pickle", model=str(good))
+
+
+def test_the_loss_is_that_of_state_and_choice(tmp_path: Path) -> None:
+    """Of the paper's definition in float64: smooth L1 of the next state, and a tenth of the cross entropy between what
+    the target's head makes of both."""
+    spec, generator = TARGET, torch.Generator().manual_seed(3)
+    matrix = torch.randn(spec.vocab_size, spec.hidden_size, generator=generator)
+    embedding = torch.randn(spec.vocab_size, spec.hidden_size, generator=generator)
+    config = {"rms_norm_eps": EPS, "rope_theta": THETA, "intermediate_size": INNER}
+    target = replace(spec, layers=(replace(spec.layers[0], query_heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE),))
+    trainer = EagleTrainer(
+        HeadTraining(target=target, config=config, embedding=embedding, head=matrix, drafts=3, seed=0)
+    )
+    for part in trainer.parameters:
+        part.data += 0.3 * torch.randn(part.shape, generator=generator)
+    save_file(
+        {name: part.detach().contiguous() for name, part in trainer.weights().items()}, tmp_path / "model.safetensors"
+    )
+    definition = Definition(tmp_path, StandInTarget(spec, "cpu"))
+    definition.embedding = embedding.double()
+    texts, states, wanted = [], [], []
+    for count in (6, 9):
+        ids = torch.randint(spec.vocab_size, (count,), generator=generator)
+        hidden = torch.randn(count - 1, spec.hidden_size, generator=generator)
+        texts.append(HeadText(ids=ids, hidden=hidden, greedy=(hidden @ matrix.T).argmax(-1)))
+        states.append(definition.states(ids[1:-1].tolist(), list(hidden[:-1]), 0))
+        wanted.append(hidden[1:].double())
+    found, expected = torch.cat(states), torch.cat(wanted)
+    off = (found - expected).abs()
+    state = torch.where(off < 1, 0.5 * off**2, off - 0.5).mean()
+    logits = [part @ matrix.double().T for part in (found, expected)]
+    choice = -(logits[1].softmax(-1) * logits[0].log_softmax(-1)).sum(-1).mean()
+    assert float(trainer.loss(texts).detach()) == pytest.approx(float(state + 0.1 * choice), rel=1e-4)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from pegboard import ConfigError, Engine, SamplingParams
 from pegboard.contracts.sampler import SlotOpening
-from pegboard.contracts.speculator import DraftContext
+from pegboard.contracts.speculator import DraftContext, HeadText, HeadTraining
 from pegboard.testing import SpeculatorSuite
 from pegboard.testing.conformance import Candidate
 from pegboard.testing.speculator import TARGET, StandInTarget
+from pegboard_sampling.speculation.choosing_loss import candidates, choice_loss
 from pegboard_sampling.speculation.medusa import MedusaSpeculator
+from pegboard_sampling.speculation.medusa_training import MedusaTrainer
 from pegboard_sampling.speculation.options import MedusaOptions
 
 
@@ -160,3 +162,43 @@ def test_heads_that_do_not_fit(tiny_path: Path, tmp_path: Path) -> None:
     (good / "medusa_lm_head.safetensors").rename(good / "medusa_lm_head.pt")
     refused(tiny_path, "pickle", model=str(good))
     refused(tiny_path, "is no folder", model=str(good / "config.json"))
+
+
+def test_the_loss_is_the_weighted_cross_entropy_of_all_heads() -> None:
+    """Head i learns what the target chooses i + 1 places further on."""
+    spec, generator = TARGET, torch.Generator().manual_seed(3)
+    matrix = torch.randn(spec.vocab_size, spec.hidden_size, generator=generator)
+    training = HeadTraining(target=spec, config={}, embedding=matrix, head=matrix, drafts=3, seed=0)
+    trainer = MedusaTrainer(training)
+    for part in trainer.parameters:
+        part.data.normal_(generator=generator)
+    texts = []
+    for count in (5, 9):
+        hidden = torch.randn(count - 1, spec.hidden_size, generator=generator)
+        texts.append(HeadText(ids=torch.arange(count), hidden=hidden, greedy=(hidden @ matrix.T).argmax(-1)))
+    tensors, expected = {name: part.detach() for name, part in trainer.weights().items()}, 0.0
+    for head in range(3):
+        found = [
+            -defined(tensors, head, state, matrix, 1).log_softmax(0)[text.greedy[place + 1 + head]]
+            for text in texts
+            for place, state in enumerate(text.hidden[: -1 - head])
+        ]
+        expected += 0.8**head * float(torch.stack(found).mean())
+    assert float(trainer.loss(texts).detach()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_large_vocabulary_is_sampled() -> None:
+    """The expected ones are always among the candidates, and are told apart from all the others."""
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.tensor([49151, 0, 7, 7])
+    among = candidates(expected, 49152, generator)
+    assert set(expected.tolist()) <= set(among.tolist())
+    assert among.equal(among.unique())
+    assert 1500 < len(among) < 2100
+    assert not among.equal(candidates(expected, 49152, generator))
+    matrix, states = torch.randn(len(among), 8, generator=generator), torch.randn(4, 8, generator=generator)
+    logits = states.double() @ matrix.double().T
+    places = [among.tolist().index(id) for id in expected.tolist()]
+    wanted = -torch.stack([row.log_softmax(0)[place] for row, place in zip(logits, places, strict=True)]).mean()
+    assert float(choice_loss(states, expected, matrix, among)) == pytest.approx(float(wanted), rel=1e-5)
+    assert candidates(expected, 300, generator).equal(torch.arange(300))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
@@ -17,6 +18,8 @@ from pegboard.contracts.speculator import (
     DraftContext,
     Drafts,
     DraftTarget,
+    HeadText,
+    HeadTraining,
     Speculator,
     SpeculatorNeed,
     SpeculatorSpec,
@@ -212,6 +215,39 @@ class SpeculatorSuite(Suite, standard=True):
         """What needs the host's view can't be recorded into a graph."""
         made = make({})
         check(not (made.capturable and made.needs_host_token), "capturable, and needs the host's tokens")
+
+    def test_training_lowers_the_loss(self, candidate: Candidate) -> None:
+        """Where it has a trainer: a finite loss of leaves in float32, the same from the same seed, that falls; texts
+        keep their bits."""
+        target, spec = self.stand_in(), self.target
+        training = HeadTraining(
+            target=spec, config={}, embedding=target.embedding, head=target.matrix, drafts=2, seed=5
+        )
+        try:
+            trainer = candidate.factory.trainer(training)
+        except NotImplementedError:
+            pytest.skip("nothing of it is trained")
+        histories = [history for history in some_histories().values() if len(history) > 3]
+        texts = []
+        for history in histories:
+            hidden = torch.stack([target.state(history[: place + 1]) for place in range(len(history) - 1)])
+            ids = torch.tensor(history, device=hidden.device)
+            texts.append(HeadText(ids=ids, hidden=hidden, greedy=target.head(hidden).argmax(-1)))
+        leaves = trainer.parameters
+        odd = [part for part in leaves if not (part.is_leaf and part.requires_grad and part.dtype == torch.float32)]
+        check(bool(leaves) and not odd, f"{len(odd)} of {len(leaves)} parameters are no float32 leaves with gradients")
+        with unchanged(ids=texts[0].ids, hidden=texts[0].hidden, greedy=texts[0].greedy):
+            first = float(trainer.loss(texts).detach())
+        again = float(candidate.factory.trainer(training).loss(texts).detach())
+        check(math.isfinite(first) and first == again, f"the same seed begins with a loss of {first}, then of {again}")
+        check(bool(trainer.weights()), "it has no weights to write")
+        optimiser = torch.optim.AdamW(leaves, lr=1e-2, weight_decay=0.0)
+        for _ in range(12):
+            optimiser.zero_grad()
+            trainer.loss(texts).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        last = float(trainer.loss(texts).detach())
+        check(last < 0.9 * first, f"twelve steps lower the loss from {first:.4f} to {last:.4f} only")
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class EagleTrainer(HeadTrainer):
             "bias": False,
         }
         self._config |= {name: training.config[name] for name in _COMMON if training.config.get(name) is not None}
+        if "rope_parameters" not in self._config:
+            self._config.setdefault("rope_theta", 10000.0)
         config = LlamaConfig.read(self._config)
         self._weights = {
             name: self._first(name, shape).to(training.head.device).requires_grad_()

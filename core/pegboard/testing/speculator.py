@@ -244,7 +244,7 @@ class SpeculatorSuite(Suite, standard=True):
         optimiser = torch.optim.AdamW(leaves, lr=1e-2, weight_decay=0.0)
         for _ in range(12):
             optimiser.zero_grad()
-            trainer.loss(texts).backward()  # type: ignore[no-untyped-call]
+            trainer.loss(texts).backward()
             optimiser.step()
         last = float(trainer.loss(texts).detach())
         check(last < 0.9 * first, f"twelve steps lower the loss from {first:.4f} to {last:.4f} only")

@@ -32,6 +32,8 @@ from .options import EagleOptions
 
 #: Entries of a prompt that run at a time.
 _CHUNK = 256
+#: Bytes of a number in the cache on CUDA, where models are of 16 bits, for the memory plan.
+_CACHE_WIDTH = 2
 
 
 class EagleSpeculator(Speculator):
@@ -50,7 +52,7 @@ class EagleSpeculator(Speculator):
     def __init__(self, need: SpeculatorNeed, options: EagleOptions) -> None:
         self._need, self._path = need, resolve_model(options.model)
         self._device = torch.device(torch_device(need.device))
-        self._drafts, self._entries = options.drafts, need.max_length + options.drafts + 1
+        self._drafts, self._entries = options.drafts, _entries(need, options)
         self._draws = DraftDraws(need.slots, options.candidates, need.wants_probs, self._device)
         self._history = TokenHistory(need.slots, need.max_length, self._device)
         self._base = torch.zeros(need.slots, dtype=torch.int64, device=self._device)
@@ -69,8 +71,9 @@ class EagleSpeculator(Speculator):
     @classmethod
     def describe(cls, need: SpeculatorNeed, options: EagleOptions) -> SpeculatorSpec:
         shape = _read(need, options)
-        width = 4 if need.device.type == "cpu" else 2
-        cache = shape.cache_bytes(need.slots, need.max_length + options.drafts + 1, width)
+        cache = 0  # on a CPU, memory that no slot has used yet is not taken
+        if need.device.type == "cuda":
+            cache = shape.cache_bytes(need.slots, _entries(need, options), _CACHE_WIDTH)
         history = TokenHistory.bytes_for(need.slots, need.max_length)
         return SpeculatorSpec(drafts=options.drafts, hidden="all", weight_bytes=shape.nbytes + cache + history)
 
@@ -181,6 +184,11 @@ class EagleSpeculator(Speculator):
         embedded = self._target.embed(flat) if embedding is None else embedding[flat]
         limit = self._entries - 1
         return self._layer.forward(embedded.view(hidden.shape), hidden, places.clamp(max=limit), attend)
+
+
+def _entries(need: SpeculatorNeed, options: EagleOptions) -> int:
+    """Of a slot: the longest text, drafts behind it, and one for what belongs nowhere."""
+    return need.max_length + options.drafts + 1
 
 
 def _read(need: SpeculatorNeed, options: EagleOptions) -> EagleShape:

@@ -6,12 +6,15 @@
 Arms run every prompt one after another, batch 1, greedy, in an order that turns with every round; the time of an arm is
 that from the first token to the last. `speedup` is the median over rounds of (plain time / arm's time), `match` whether
 its tokens are those of `plain` (rounding may part them, rarely). `predicted` and `measured` are the engine's own words
-(`Engine.stats().speculation`). Prompts ask for copies: of a text, a list, code, a table.
+(`Engine.stats().speculation`). Prompts ask for copies: of a text, a list, code, a table; with `--prompts-of chat` for
+answers, as people ask for them.
 
     plain        no speculator
     ngram        prompt lookup, as many drafts as pay
     ngram all    the same, always with all drafts
     draft        a draft model (--draft)
+    medusa all   trained heads, always with all drafts (--heads KIND=FOLDER, may be repeated; `pegboard train-heads`)
+    medusa       the same, as many drafts as pay
 """
 
 from __future__ import annotations
@@ -61,6 +64,18 @@ PROMPTS = tuple(
     )
 )
 
+CHAT = (
+    "How do I keep basil alive on a windowsill?",
+    "Why is the sky blue? Answer in a short paragraph.",
+    "Write a polite note to a neighbour whose dog barks at night.",
+    "What should I pack for a weekend in the mountains in autumn?",
+    "Explain what a prime number is, with an example.",
+    "Give me three ideas for a birthday party at home.",
+    "What is the difference between a lake and a pond?",
+    "Describe a morning in a small fishing village.",
+)
+SETS = {"copies": PROMPTS, "chat": CHAT}
+
 
 class Arm:
     def __init__(self, name: str, model: str, settings: dict[str, Any]) -> None:
@@ -79,9 +94,13 @@ class Arm:
         self.seconds.append(seconds)
 
 
-def make_arms(model: str, draft: str | None, common: dict[str, Any]) -> list[Arm]:
+def make_arms(model: str, draft: str | None, heads: Sequence[str], common: dict[str, Any]) -> list[Arm]:
     ngram = {"speculator": {"use": "ngram", "options": {"drafts": 8}}}
-    settings = {"plain": {}, "ngram": ngram, "ngram all": {**ngram, "adapt_drafts": False}}
+    settings: dict[str, Any] = {"plain": {}, "ngram": ngram, "ngram all": {**ngram, "adapt_drafts": False}}
+    for each in heads:
+        kind, _, folder = each.partition("=")
+        trained = {"speculator": {"use": kind, "options": {"model": folder}}}
+        settings |= {kind: trained, f"{kind} all": {**trained, "adapt_drafts": False}}
     if draft is not None:
         settings["draft"] = {"speculator": {"use": "draft_model", "options": {"model": draft}}}
     return [Arm(name, model, {**common, **own}) for name, own in settings.items()]
@@ -134,21 +153,30 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _facts(heads: str) -> dict[str, Any]:
+    """What they say of their training."""
+    kind, _, folder = heads.partition("=")
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    return {"kind": kind, "folder": Path(folder).name, "training": config.get("training")}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--draft", help="a draft model; none: no such arm")
+    parser.add_argument("--heads", action="append", default=[], metavar="KIND=FOLDER", help="trained heads")
+    parser.add_argument("--prompts-of", choices=SETS, default="copies")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--prompts", type=int, help="so many of them; none: all")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     asked = parser.parse_args(arguments)
     common = {"device": asked.device} | ({} if asked.threads is None else {"threads": asked.threads})
-    arms = make_arms(asked.model, asked.draft, common)
+    arms = make_arms(asked.model, asked.draft, asked.heads, common)
     try:
-        measure(arms, asked.rounds, PROMPTS[: asked.prompts], asked.tokens)
+        measure(arms, asked.rounds, SETS[asked.prompts_of][: asked.prompts], asked.tokens)
         found = summary(arms)
     finally:
         for arm in arms:
@@ -159,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = {
         "model": asked.model,
         "draft": asked.draft,
+        "heads": [_facts(each) for each in asked.heads],
+        "prompts_of": asked.prompts_of,
         "device": asked.device,
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

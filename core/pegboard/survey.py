@@ -110,8 +110,11 @@ class Survey:
         named, problems = f"speculator = {self.parts['speculator'].name!r}", []
         if spec.taps or spec.layers:
             problems.append(
-                f"{named} reads hidden states of the target or has layers in its cache: no executor does that yet"
+                f"{named} reads what inner layers of the target give or has layers in its cache: "
+                "no executor does that yet"
             )
+        if spec.hidden != "none" and not self.selection.factory("model").shares_ends:
+            problems.append(f"{named} drafts with embedding and head of {self.spec.architecture}, which shares neither")
         most = choose_step_tokens(self.config, self.device)
         if spec.drafts >= most:
             problems.append(f"{named} gives {spec.drafts} drafts; max_step_tokens = {most}: raise it")

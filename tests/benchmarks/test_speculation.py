@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pegboard.testing.tiny import tiny_model
 
@@ -32,6 +35,24 @@ def test_arms_choose_the_same_tokens(speculation: Any, tmp_path: Path, capsys: p
     assert [line.split("  ")[0] for line in lines[1:5]] == ["plain", "ngram", "ngram all", "draft"]
     assert all(" yes" in line for line in lines[1:5])
     assert len(list(tmp_path.glob("speculation-*.json"))) == 1
+
+
+def test_heads_have_arms_of_their_own(speculation: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model(tmp_path / "model", max_position_embeddings=1024, vocab_size=300)
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    zeros = {"0.0.linear.weight": torch.zeros(64, 64), "0.0.linear.bias": torch.zeros(64)}
+    save_file(zeros, heads / "model.safetensors")
+    config = {"medusa_num_heads": 1, "medusa_num_layers": 1, "training": {"steps": 3}}
+    (heads / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shape = ["--model", str(model), "--rounds", "1", "--tokens", "8", "--prompts", "2", "--prompts-of", "chat"]
+    assert speculation.main([*shape, "--heads", f"medusa={heads}", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:6]] == ["plain", "ngram", "ngram all", "medusa", "medusa all"]
+    [file] = tmp_path.glob("speculation-*.json")
+    told = json.loads(file.read_text(encoding="utf-8"))
+    assert told["heads"] == [{"kind": "medusa", "folder": "heads", "training": {"steps": 3}}]
+    assert told["prompts_of"] == "chat"
 
 
 def test_the_speed_up_is_the_median_of_the_pairs(speculation: Any) -> None:

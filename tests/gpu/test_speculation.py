@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from pegboard import Engine, SamplingParams
 from pegboard.runner.recording import Recordings
@@ -35,8 +39,37 @@ def tokens(model: Path, **settings: Any) -> list[tuple[int, ...]]:
         return [handle.result().raise_for_error().token_ids for handle in handles]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model"])
-def test_the_same_tokens_from_recorded_steps(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random ones: most of what they propose is refused."""
+    folder, size = tmp_path_factory.mktemp("heads"), 64
+    generator = torch.Generator().manual_seed(0)
+    medusa = {}
+    for head in range(3):
+        medusa[f"{head}.0.linear.weight"] = torch.randn(size, size, generator=generator) * 0.1
+        medusa[f"{head}.0.linear.bias"] = torch.zeros(size)
+    eagle = {"fc.weight": (size, 2 * size), "layers.0.post_attention_layernorm.weight": (size,)}
+    eagle |= {f"layers.0.self_attn.{part}_proj.weight": (size, size) for part in "qkvo"}
+    eagle |= {f"layers.0.mlp.{part}_proj.weight": (size, size) for part in ("gate", "up", "down")}
+    layer = {name: torch.randn(shape, generator=generator) / 8 for name, shape in eagle.items()}
+    config = {"hidden_size": size, "intermediate_size": size, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return {
+        "medusa": _written(folder / "medusa", medusa, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
+        "eagle": _written(folder / "eagle", layer, {**config, "vocab_size": 211, "rope_theta": 10000.0}),
+    }
+
+
+def _written(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+    path.mkdir()
+    save_file(dict(tensors), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "medusa", "eagle"])
+def test_the_same_tokens_from_recorded_steps(
+    model: Path, heads: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = tokens(model)
     recorded: list[Any] = []
     record = Recordings._record
@@ -46,7 +79,9 @@ def test_the_same_tokens_from_recorded_steps(model: Path, name: str, monkeypatch
         return record(self, key, work)
 
     monkeypatch.setattr(Recordings, "_record", seen)
-    options = {"drafts": 3, "min_n": 1} if name == "ngram" else {"model": str(model), "drafts": 3}
+    options: dict[str, Any] = {"drafts": 3} | (
+        {"min_n": 1} if name == "ngram" else {"model": str(heads.get(name, model))}
+    )
     speculator = {"use": name, "options": options}
     assert tokens(model, speculator=speculator, adapt_drafts=False) == expected
     assert any(isinstance(part, StepShape) and part.drafts for key in recorded for part in key)

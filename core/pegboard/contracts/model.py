@@ -95,6 +95,8 @@ class DecoderModel(ABC):
     #: forward and logits may be recorded into a CUDA graph: nothing waits for the device, and what is launched depends
     #: on shapes alone.
     capturable: bool = True
+    #: `embed`, `final` and `head` are there, for speculators that draft with their target's own.
+    shares_ends: bool = False
 
     @classmethod
     @abstractmethod
@@ -118,6 +120,18 @@ class DecoderModel(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
         """hidden [N, E] -> [N, V], final norm included."""
+
+    def embed(self, ids: Tensor, ops: Ops) -> Tensor:
+        """ids [N] int64 -> [N, E], what the first layer is given."""
+        raise NotImplementedError(f"{type(self).__name__} does not share its embedding")
+
+    def final(self, hidden: Tensor, ops: Ops) -> Tensor:
+        """hidden [N, E] -> [N, E] after the final norm: what the head is given. May be `hidden` itself."""
+        raise NotImplementedError(f"{type(self).__name__} does not share its final norm")
+
+    def head(self, final: Tensor, ops: Ops) -> Tensor:
+        """final [N, E] -> [N, V]; logits(hidden) is head(final(hidden)), up to rounding."""
+        raise NotImplementedError(f"{type(self).__name__} does not share its head")
 
     @property
     @abstractmethod

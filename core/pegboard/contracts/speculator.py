@@ -6,8 +6,8 @@ Letters: R rows, k drafts, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
@@ -17,6 +17,7 @@ from .model import ModelSpec
 from .sampler import SlotOpening
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from .batch import Batch
@@ -39,10 +40,31 @@ class SpeculatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int
     #: Target layers whose hidden states it reads.
     taps: tuple[int, ...] = ()
+    #: The target's final hidden states that it is told (`Speculator.observe_hidden`): none; those of the tokens that
+    #: kept ones were chosen from; or those of prompts as well (`Speculator.observe_prompt`).
+    hidden: Literal["none", "kept", "all"] = "none"
     #: Its own attention or state layers; they get cache groups of their own.
     layers: tuple[AttentionLayer | StateLayer, ...] = ()
     #: Bytes of its weights, and of a cache that it keeps itself, on the target's device: for the memory plan.
     weight_bytes: int = 0
+
+
+class DraftTarget(ABC):
+    """The ends of the model that is drafted for: what goes into its first layer, and what is made of the last one's
+    result. Inputs are on the target's device and in its dtype, and are not changed."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] int64 -> [N, E]"""
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """[N, E] after the final norm -> logits [N, V]"""
 
 
 class DraftContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +111,11 @@ class Speculator(ABC):
     @abstractmethod
     def create(cls, need: SpeculatorNeed, options: Any) -> Self: ...
 
+    @classmethod
+    def trainer(cls, training: HeadTraining) -> HeadTrainer:
+        """What trains the heads that such a speculator loads. PegboardError: it can't for this target."""
+        raise NotImplementedError(f"{cls.__name__} has nothing to train")
+
     @abstractmethod
     def open(self, openings: Sequence[SlotOpening]) -> None: ...
 
@@ -99,3 +126,67 @@ class Speculator(ABC):
     @abstractmethod
     def observe(self, slots: Tensor, ids: Tensor, count: Tensor) -> None:
         """The target kept ids [R, 1 + k] (-1 beyond count [R]) for these slots [R]."""
+
+    def attach(self, target: DraftTarget) -> None:
+        """Once, before any slot is opened, of a speculator that asks for hidden states (`SpeculatorSpec.hidden`)."""
+        raise NotImplementedError(f"{type(self).__name__} asks for hidden states, and has no use for their model")
+
+    def observe_hidden(self, slots: Tensor, ids: Tensor, count: Tensor, hidden: Tensor) -> None:
+        """After `observe` of the same, of a speculator that asks for hidden states. hidden [R, 1 + k, E]: hidden[r, i]
+        is the target's state after its final norm from which ids[r, i] was chosen, that of the token before it;
+        anything beyond `count`. Valid during the call."""
+        raise NotImplementedError(f"{type(self).__name__} asks for hidden states, and does not observe them")
+
+    def observe_prompt(self, slot: int, start: int, hidden: Tensor) -> None:
+        """Only with `SpeculatorSpec.hidden` "all", and before the slot's `observe` of the same step. hidden [N, E]: the
+        states of the slot's tokens start, start + 1, ..., all of which have a successor in its opening. Pieces come in
+        order; what a prefix in the cache spares the target is never told. Valid during the call."""
+        raise NotImplementedError(f"{type(self).__name__} asks for the hidden states of prompts, and ignores them")
+
+
+class HeadText(msgspec.Struct, frozen=True, kw_only=True):
+    """A text with what the target made of it, on the device that trains."""
+
+    #: [N] int64
+    ids: Tensor
+    #: [N - 1, E] float32: the final hidden state after each token but the last.
+    hidden: Tensor
+    #: [N - 1] int64: the target's first choice after each of them.
+    greedy: Tensor
+
+
+class HeadTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """What heads are trained for."""
+
+    target: ModelSpec
+    #: The target's config.json.
+    config: Mapping[str, Any]
+    #: [V, E] float32 each, on the device that trains.
+    embedding: Tensor
+    head: Tensor
+    #: Drafts a row that they are to give.
+    drafts: int
+    seed: int
+
+
+class HeadTrainer(ABC):
+    """Heads while they are trained: `pegboard train-heads` minimises `loss` over `parameters`, and writes `weights` and
+    `config` into a folder that the speculator loads, before the first step as well, as what training began with."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Sequence[Tensor]:
+        """Leaves in float32 that ask for gradients."""
+
+    @abstractmethod
+    def loss(self, texts: Sequence[HeadText]) -> Tensor:
+        """A number, the mean over the texts' places. Texts of at least drafts + 2 tokens."""
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """Of model.safetensors, by name."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """Of config.json."""

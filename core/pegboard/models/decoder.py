@@ -85,10 +85,12 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     #: Puts a vocabulary that is split over ranks together.
     gather: Callable[[Tensor], Tensor] | None = None
 
+    def embed(self, ids: Tensor, ops: Ops) -> Tensor:
+        hidden = ops.embed(ids, self.embedding)
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+
     def forward(self, context: StepContext) -> ModelOutput:
-        hidden = context.ops.embed(context.batch.ids, self.embedding)
-        if self.embedding_scale is not None:
-            hidden = hidden * self.embedding_scale
+        hidden = self.embed(context.batch.ids, context.ops)
         kept: dict[int, Tensor] = {}
         last = self.layers[-1]
         for layer in self.layers:
@@ -98,8 +100,9 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
                 kept[layer.index] = hidden if layer is last else hidden.clone()  # the next layer adds to it
         return ModelOutput(hidden=hidden, taps=tuple(kept[i] for i in self.taps))
 
-    def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
-        logits = ops.project(hidden, self.head, norm=self.norm)
+    def logits(self, hidden: Tensor, ops: Ops, norm: Norm | None) -> Tensor:
+        """`norm`: the final one, None: it has been done."""
+        logits = ops.project(hidden, self.head, norm=norm)
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return self.gather(logits) if self.gather is not None else logits

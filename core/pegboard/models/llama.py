@@ -146,6 +146,7 @@ class Llama(DecoderModel):
     the config that says how it differs."""
 
     config_type: ClassVar[type[LlamaConfig]] = LlamaConfig
+    shares_ends = True
 
     def __init__(self, decoder: Decoder, weight_bytes: int, unused_tensors: tuple[str, ...]) -> None:
         self._decoder = decoder
@@ -205,7 +206,16 @@ class Llama(DecoderModel):
         return self._decoder.forward(context)
 
     def logits(self, hidden: Tensor, ops: Ops) -> Tensor:
-        return self._decoder.logits(hidden, ops)
+        return self._decoder.logits(hidden, ops, self._decoder.norm)
+
+    def embed(self, ids: Tensor, ops: Ops) -> Tensor:
+        return self._decoder.embed(ids, ops)
+
+    def final(self, hidden: Tensor, ops: Ops) -> Tensor:
+        return ops.norm(hidden, self._decoder.norm)
+
+    def head(self, final: Tensor, ops: Ops) -> Tensor:
+        return self._decoder.logits(final, ops, None)
 
     @property
     def weight_bytes(self) -> int:

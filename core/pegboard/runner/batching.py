@@ -76,6 +76,18 @@ def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int)
     return packed
 
 
+def first_tokens(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape) -> list[int]:
+    """Where the rows' tokens begin among those of the step."""
+    width = 0 if not shape.drafts or shape.decode is None else shape.decode.min_query
+    first, at = [], 0
+    for index, row in enumerate(rows):
+        if index == decode_rows:
+            at = shape.decode_tokens  # idle rows fill the decode rows up
+        first.append(at)
+        at += max(row.query, width) if index < decode_rows else row.query
+    return first
+
+
 def _pack_going_on(rows: Sequence[RowPlan], padded: int, idle: int) -> NDArray[numpy.int64]:
     """slots and advance of the most common steps."""
     advance, count = padded + padded % 2, len(rows)

@@ -76,10 +76,20 @@ class Drafting:
         self._probs = made.probs
         return made.ids
 
-    def observe(self, slots: Tensor, ids: Tensor) -> None:
-        """ids [R, m]: what was kept, negative beyond it."""
+    def observe(self, slots: Tensor, ids: Tensor, hidden: Tensor | None) -> None:
+        """ids [R, m]: what was kept, negative beyond it; hidden [R, m, E]: from what, for a speculator that asks."""
         kept = ids >= 0
-        self._speculator.observe(slots, ids.masked_fill(~kept, -1), kept.sum(1))
+        ids, count = ids.masked_fill(~kept, -1), kept.sum(1)
+        self._speculator.observe(slots, ids, count)
+        if hidden is not None:
+            self._speculator.observe_hidden(slots, ids, count, hidden)
+
+    def observe_prompts(self, rows: Sequence[RowPlan], first: Sequence[int], states: Tensor) -> None:
+        """states [T, E] of the step's tokens; `first`: where each row's begin."""
+        for row, at in zip(rows, first, strict=True):
+            count = len(row.tokens) - row.samples  # what follows the last one is observed, once it is chosen
+            if count > 0:
+                self._speculator.observe_prompt(row.slot, row.start, states[at : at + count])
 
     def probs(self, host_slots: Sequence[int], host_queries: Sequence[int]) -> Tensor | None:
         """[T, V] for the queries of these rows, or None."""

@@ -13,10 +13,12 @@ import torch
 from pegboard.contracts.executor import Executor, ExecutorNeed, MemoryReport
 from pegboard.contracts.scheduler import StepPlan, StepResult
 from pegboard.devices import torch_device
+from pegboard.dtypes import torch_dtype
 from pegboard.errors import EngineDead
 
 from . import step_memory
 from .device_streams import give_stream, take_stream
+from .ends import ModelEnds
 from .loading import load_apart
 from .making import load_model
 from .model_runner import ModelRunner
@@ -101,14 +103,19 @@ class LocalExecutor(Executor):
         survey = Survey.of_plan(made, registry)
         selection, needs = survey.selection, survey.needs
         model = load_model(made, survey, cls._quantizer(selection, needs), report)
+        ops, speculator = selection.create("ops", needs.ops), cls._speculator(survey)
+        hidden = "none" if survey.speculation is None else survey.speculation.hidden
+        if speculator is not None and hidden != "none":
+            speculator.attach(ModelEnds(model, ops, torch_dtype(made.dtype), made.vocab_limit))
         parts = RunnerParts(
             model=model,
             spec=survey.spec,
-            ops=selection.create("ops", needs.ops),
+            ops=ops,
             prefill=selection.create("attention", needs.prefill),
             decode=selection.create("decode_attention", needs.decode),
             sampler=selection.create("sampler", needs.sampler),
-            speculator=cls._speculator(survey),
+            speculator=speculator,
+            hidden=hidden,
             processors=survey.make_processors(),
         )
         runner = ModelRunner(

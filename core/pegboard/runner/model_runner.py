@@ -21,7 +21,7 @@ from pegboard.errors import ConfigError
 
 from .adapting import DraftLimits
 from .attending import Attending, Phase
-from .batching import most_packed, pack
+from .batching import first_tokens, most_packed, pack
 from .compiling.ahead import Compilation
 from .device_state import DeviceState
 from .processing import Processing, rescore
@@ -159,7 +159,7 @@ class ModelRunner:
         vector = self._uploads.send(pack(rows, decode_rows, shape, self._state.idle))
         prepared = perf_counter() - begin - self._stepping.prepared
         sampled = [row for row in rows if row.samples]
-        computed, chosen, failed = self._run(shape, padded, vector, sampled)
+        computed, chosen, failed = self._run(shape, padded, vector, rows, decode_rows, sampled)
         scores = [] if computed.hidden is None else self._scores(rows, computed.hidden)
         prepared += self._stepping.prepared
         if measured is not None and self._state.device.type == "cpu":
@@ -184,7 +184,13 @@ class ModelRunner:
         )
 
     def _run(
-        self, shape: StepShape, padded: bool, vector: Tensor, sampled: Sequence[RowPlan]
+        self,
+        shape: StepShape,
+        padded: bool,
+        vector: Tensor,
+        rows: Sequence[RowPlan],
+        decode_rows: int,
+        sampled: Sequence[RowPlan],
     ) -> tuple[Computed, Chosen, Mapping[str, str]]:
         """And by sequence why its row fails."""
         stepping, sampler = self._stepping, self._parts.sampler
@@ -193,8 +199,11 @@ class ModelRunner:
         run = self._recordings.run if padded and self._recordings is not None else _plainly
         observes = self._parts.speculator is None or self._parts.speculator.capturable
         processes = self._processing.wanted(sampled)
-        if not padded or not sampler.capturable or not observes or shape.drafts or processes:
+        told = self._parts.hidden == "all" and not shape.chain
+        if not padded or not sampler.capturable or not observes or shape.drafts or processes or told:
             computed = run((shape,), lambda: stepping.compute(shape, vector))
+            if computed.states is not None and stepping.drafting is not None:
+                stepping.drafting.observe_prompts(rows, first_tokens(rows, decode_rows, shape), computed.states)
             queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in sampled)
             processed = self._processing.apply(computed.logits, sampled, queries) if processes else None
             if shape.drafts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -40,11 +40,13 @@ class RunnerParts:
         decode: AttentionBackend[Any],
         sampler: Sampler,
         speculator: Speculator | None = None,
+        hidden: Literal["none", "kept", "all"] = "none",
         processors: Mapping[str, LogitsProcessor] = MappingProxyType({}),
     ) -> None:
         self.model, self.spec, self.ops = model, spec, ops
         self.prefill, self.decode, self.sampler = prefill, decode, sampler
-        self.speculator = speculator
+        #: And the hidden states that it asks for (`SpeculatorSpec.hidden`).
+        self.speculator, self.hidden = speculator, hidden
         #: Logits processors by name, in the order in which they run.
         self.processors = processors
 
@@ -56,13 +58,16 @@ class RunnerParts:
 class Computed(msgspec.Struct, frozen=True):
     """What the model gives: hidden [T, E] where prompts are scored, and for the S choices of the step logits [S, V],
     slots and positions [S]; logits None: nothing is chosen. With drafts slots and positions are those of N rows and of
-    their first choices."""
+    their first choices. For a speculator that asks, after the final norm: `chosen_from` [S, E], what choices are made
+    from, and `states` [T, E] of every token in a step that may have prompts."""
 
     hidden: Tensor | None
     logits: Tensor | None
     slots: Tensor
     positions: Tensor
     verifying: Verifying | None
+    chosen_from: Tensor | None = None
+    states: Tensor | None = None
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -101,37 +106,47 @@ class Stepping:
         step = unpack(vector, shape, state, parts.ops, self.drafting)
         self._attending.begin(step.batch)
         self.prepared += perf_counter() - begin
+        told = parts.hidden == "all" and not shape.chain
         # Of as many as there are tokens nobody could tell whether the model has left the others out
-        outputs = None if shape.scores or shape.samples >= shape.tokens else step.outputs
+        outputs = None if told or shape.scores or shape.samples >= shape.tokens else step.outputs
         context = StepContext(
             batch=step.batch, ops=parts.ops, caches=self._caches, attend=self._attending, outputs=outputs
         )
         hidden = parts.model.forward(context).hidden
         state.lengths.index_copy_(0, step.slots, step.ends)
-        logits = None
+        logits = chosen_from = None
         if shape.samples:
             # A model may have left out what nobody wants
             narrowed = outputs is not None and hidden.shape[0] == shape.samples
-            logits = self.logits(hidden if step.outputs is None or narrowed else hidden[step.outputs])
+            last = hidden if step.outputs is None or narrowed else hidden[step.outputs]
+            logits = self.logits(last)
+            chosen_from = None if parts.hidden == "none" else parts.model.final(last, parts.ops)
         return Computed(
-            hidden if shape.scores else None, logits, step.sample_slots, step.sample_positions, step.verifying
+            hidden if shape.scores else None,
+            logits,
+            step.sample_slots,
+            step.sample_positions,
+            step.verifying,
+            chosen_from,
+            parts.model.final(hidden, parts.ops) if told else None,
         )
 
     def choose(self, computed: Computed, host_slots: tuple[int, ...], key: Hashable = None) -> Chosen:
         """For the first choices of `computed`, whose slots are `host_slots`; with the sampler's `key` for all of them,
         those of idle rows too, as a recorded step needs it."""
-        logits, slots, positions = computed.logits, computed.slots, computed.positions
+        logits, slots, positions, hidden = computed.logits, computed.slots, computed.positions, computed.chosen_from
         if logits is None or not host_slots:
             return Chosen(None, None)
         if key is None:
             wanted = slice(0, len(host_slots))
             logits, slots, positions = logits[wanted], slots[wanted], positions[wanted]
+            hidden = None if hidden is None else hidden[wanted]
         rows = SampleRows(slots=slots, positions=positions, host_slots=host_slots, key=key)
         output = self._parts.sampler.sample(logits, rows)
         # A failed row (-1) must not feed itself an id that is none.
         self._state.last_ids.index_copy_(0, slots, output.ids.clamp(min=0))
         if self.drafting is not None:
-            self.drafting.observe(slots, output.ids[:, None])
+            self.drafting.observe(slots, output.ids[:, None], None if hidden is None else hidden[:, None])
         return Chosen(output.ids, output.logprobs)
 
     def verify(self, computed: Computed, host_slots: tuple[int, ...], host_queries: tuple[int, ...]) -> Chosen:
@@ -159,7 +174,11 @@ class Stepping:
         # A row that had ended before keeps nothing
         state.last_ids.index_copy_(0, slots, torch.where(kept > 0, last.clamp(min=0), state.last_ids[slots]))
         state.lengths.index_copy_(0, slots, positions - 1 + kept)
-        self.drafting.observe(slots, output.ids)
+        hidden = computed.chosen_from
+        if hidden is not None:
+            inside = torch.arange(output.ids.shape[1], device=ids.device)
+            hidden = hidden[(begin[:-1, None] + inside).clamp_(max=queries - 1)]
+        self.drafting.observe(slots, output.ids, hidden)
         real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
         drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
         return Chosen(output.ids, output.logprobs, kept, drafted)

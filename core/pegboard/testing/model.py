@@ -271,6 +271,26 @@ class ModelSuite(Suite, standard=True):
         check(same_bits(output.taps[0], output.hidden), "the tap of the last layer is not its hidden state")
         check(not same_bits(output.taps[1], output.hidden), "the tap of the first layer is the last one's")
 
+    def test_ends_are_those_of_the_logits(self, load: Callable[..., ModelUse]) -> None:
+        """head(final(hidden)) are the logits, and embed has their size; nothing that is given changes."""
+        use = load()
+        if not use.model.shares_ends:
+            pytest.skip("shares neither embedding nor head")
+        with torch.inference_mode():
+            hidden = use.forward((0, tokens(7), 0)).hidden
+            expected = use.model.logits(hidden, use.ops)
+            with unchanged(hidden=hidden):
+                final = use.model.final(hidden, use.ops)
+            with unchanged(final=final):
+                logits = use.model.head(final, use.ops)
+            ids = torch.tensor(tokens(7), device=use.device)
+            with unchanged(ids=ids):
+                embedded = use.model.embed(ids, use.ops)
+        off = float((logits - expected).float().abs().max() / expected.float().abs().max())
+        check(off < 1e-3, f"head(final(hidden)) differs from the logits by {off:.2g} of the greatest")
+        check(final.shape == hidden.shape, f"final gives {tuple(final.shape)} for {tuple(hidden.shape)}")
+        check(embedded.shape == hidden.shape, f"embed gives {tuple(embedded.shape)} for 7 ids")
+
     # -- the whole ---------------------------------------------------------------------------------------------------
 
     def test_nothing_but_the_cache_changes(self, load: Callable[..., ModelUse]) -> None:

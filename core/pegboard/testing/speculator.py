@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import ClassVar
@@ -12,7 +14,16 @@ import torch
 from pegboard.contracts.attention import AttentionLayer
 from pegboard.contracts.model import ModelSpec
 from pegboard.contracts.sampler import SamplingParams, SlotOpening
-from pegboard.contracts.speculator import DraftContext, Drafts, Speculator, SpeculatorNeed, SpeculatorSpec
+from pegboard.contracts.speculator import (
+    DraftContext,
+    Drafts,
+    DraftTarget,
+    HeadText,
+    HeadTraining,
+    Speculator,
+    SpeculatorNeed,
+    SpeculatorSpec,
+)
 from pegboard.devices import torch_device
 
 from .conformance import Candidate, Suite, check, no_synchronisation, normal, same_bits, unchanged
@@ -36,12 +47,37 @@ TARGET = ModelSpec(
 )
 
 
+class StandInTarget(DraftTarget):
+    """The ends of a target: random embedding [V, E] and head [V, E] in float32. `state` is what its layers would give:
+    numbers made from a text."""
+
+    def __init__(self, spec: ModelSpec, device: str) -> None:
+        self.size, self.device = spec.hidden_size, device
+        self.embedding = normal(spec.vocab_size, spec.hidden_size, seed=1).float().to(device)
+        self.matrix = normal(spec.vocab_size, spec.hidden_size, seed=2).float().to(device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding[ids]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.matrix.T
+
+    def state(self, text: Sequence[int]) -> torch.Tensor:
+        """[E], after the last token of a text."""
+        return normal(self.size, seed=zlib.crc32(bytes(text))).float().to(self.device)
+
+
 class SpeculatorSuite(Suite, standard=True):
     """A speculator against `pegboard.contracts.speculator`.
 
     A slot's history is the prompt and output of its opening and what `observe` told since; `propose` comes after them,
-    with the history's last token in `last_ids`. Features: "probs" (draft distributions, when they are wanted). A
-    speculator that has layers of its own needs `make_context` overridden."""
+    with the history's last token in `last_ids`. One that asks for hidden states is attached to a `StandInTarget`, and
+    told the states of every history, whose last token is always an observed one. Features: "probs" (draft
+    distributions, when they are wanted). A speculator that has layers of its own needs `make_context` overridden."""
 
     role = "speculator"
     features = ("probs",)
@@ -101,11 +137,52 @@ class SpeculatorSuite(Suite, standard=True):
         """make(**{"3": history, ...}) or make({3: history}): a speculator with these slots open."""
 
         def open_slots(histories: dict[int, Sequence[int]], wants_probs: bool = False) -> Speculator:
-            made: Speculator = candidate.create(self.need(wants_probs=wants_probs))
-            made.open([opening(slot, history) for slot, history in histories.items()])
+            need = self.need(wants_probs=wants_probs)
+            made: Speculator = candidate.create(need)
+            spec = candidate.factory.describe(need, candidate.options)
+            if spec.hidden != "none":
+                made.attach(self.stand_in())
+            self.open_slots(made, spec, histories)
             return made
 
         return open_slots
+
+    @classmethod
+    def stand_in(cls) -> StandInTarget:
+        """The same each time."""
+        return StandInTarget(cls.target, torch_device(cls.facts()))
+
+    def open_slots(self, speculator: Speculator, spec: SpeculatorSpec, histories: Mapping[int, Sequence[int]]) -> None:
+        """As an engine does: a slot whose states are told is opened without its last token, which then is chosen."""
+        if spec.hidden == "none" or not histories:
+            speculator.open([opening(slot, history) for slot, history in histories.items()])
+            return
+        target = self.stand_in()
+        speculator.open([opening(slot, history[:-1]) for slot, history in histories.items()])
+        for slot, history in histories.items():
+            known = len(history) - 2
+            for start in range(0, known if spec.hidden == "all" else 0, 16):
+                end = min(start + 16, known)
+                states = [target.state(history[: place + 1]) for place in range(start, end)]
+                speculator.observe_prompt(slot, start, torch.stack(states))
+        self.tell(speculator, spec, {slot: (history, len(history) - 1) for slot, history in histories.items()})
+
+    def tell(self, speculator: Speculator, spec: SpeculatorSpec, kept: Mapping[int, tuple[Sequence[int], int]]) -> None:
+        """Observe what each slot's text has from a place on."""
+        device, width = torch_device(self.facts()), 1 + spec.drafts
+        rows = [list(text[start:]) + [-1] * (width - len(text) + start) for text, start in kept.values()]
+        slots, ids = torch.tensor(list(kept), device=device), torch.tensor(rows, device=device)
+        count = (ids >= 0).sum(1)
+        speculator.observe(slots, ids, count)
+        if spec.hidden == "none":
+            return
+        target = self.stand_in()
+        hidden = torch.full((len(kept), width, target.size), float("nan"), device=device)
+        for row, (text, start) in enumerate(kept.values()):
+            for place in range(start, len(text)):
+                hidden[row, place - start] = target.state(text[:place])
+        with unchanged(slots=slots, ids=ids, count=count, hidden=hidden):
+            speculator.observe_hidden(slots, ids, count, hidden)
 
     def drafts_of(
         self, speculator: Speculator, spec: SpeculatorSpec, histories: dict[int, Sequence[int]], drafts: int = 0
@@ -138,6 +215,39 @@ class SpeculatorSuite(Suite, standard=True):
         """What needs the host's view can't be recorded into a graph."""
         made = make({})
         check(not (made.capturable and made.needs_host_token), "capturable, and needs the host's tokens")
+
+    def test_training_lowers_the_loss(self, candidate: Candidate) -> None:
+        """Where it has a trainer: a finite loss of leaves in float32, the same from the same seed, that falls; texts
+        keep their bits."""
+        target, spec = self.stand_in(), self.target
+        training = HeadTraining(
+            target=spec, config={}, embedding=target.embedding, head=target.matrix, drafts=2, seed=5
+        )
+        try:
+            trainer = candidate.factory.trainer(training)
+        except NotImplementedError:
+            pytest.skip("nothing of it is trained")
+        histories = [history for history in some_histories().values() if len(history) > 3]
+        texts = []
+        for history in histories:
+            hidden = torch.stack([target.state(history[: place + 1]) for place in range(len(history) - 1)])
+            ids = torch.tensor(history, device=hidden.device)
+            texts.append(HeadText(ids=ids, hidden=hidden, greedy=target.head(hidden).argmax(-1)))
+        leaves = trainer.parameters
+        odd = [part for part in leaves if not (part.is_leaf and part.requires_grad and part.dtype == torch.float32)]
+        check(bool(leaves) and not odd, f"{len(odd)} of {len(leaves)} parameters are no float32 leaves with gradients")
+        with unchanged(ids=texts[0].ids, hidden=texts[0].hidden, greedy=texts[0].greedy):
+            first = float(trainer.loss(texts).detach())
+        again = float(candidate.factory.trainer(training).loss(texts).detach())
+        check(math.isfinite(first) and first == again, f"the same seed begins with a loss of {first}, then of {again}")
+        check(bool(trainer.weights()), "it has no weights to write")
+        optimiser = torch.optim.AdamW(leaves, lr=1e-2, weight_decay=0.0)
+        for _ in range(12):
+            optimiser.zero_grad()
+            trainer.loss(texts).backward()
+            optimiser.step()
+        last = float(trainer.loss(texts).detach())
+        check(last < 0.9 * first, f"twelve steps lower the loss from {first:.4f} to {last:.4f} only")
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
@@ -258,15 +368,11 @@ class SpeculatorSuite(Suite, standard=True):
         if not slots:
             return
         counts = [min(random.randint(1, 1 + spec.drafts), len(histories[slot]) - told[slot]) for slot in slots]
-        rows = []
+        kept = {}
         for slot, count in zip(slots, counts, strict=True):
-            kept = list(histories[slot][told[slot] : told[slot] + count])
-            rows.append(kept + [-1] * (1 + spec.drafts - count))
+            kept[slot] = (histories[slot][: told[slot] + count], told[slot])
             told[slot] += count
-        device = torch_device(self.facts())
-        speculator.observe(
-            torch.tensor(slots, device=device), torch.tensor(rows, device=device), torch.tensor(counts, device=device)
-        )
+        self.tell(speculator, spec, kept)
 
     def test_a_slot_that_is_opened_again_forgets(self, make: Callable[..., Speculator], spec: SpeculatorSpec) -> None:
         """Its last owner's tokens are nobody's business, whatever was observed of them."""
@@ -278,7 +384,7 @@ class SpeculatorSuite(Suite, standard=True):
             self.drafts_of(made, spec, old)
             more = {slot: (*history, 5, 6, 7) for slot, history in old.items()}
             self.observe_some(made, spec, more, {slot: len(history) for slot, history in old.items()}, Random(0))
-            made.open([opening(slot, history) for slot, history in new.items()])
+            self.open_slots(made, spec, new)
             found = self.drafts_of(made, spec, new).ids
             check(same_bits(found, expected), "drafts depend on who had the slot before")
 

@@ -40,6 +40,20 @@ def pegboard_parts() -> tuple[Part, ...]:
             summary="A small model drafts for a large one, with the same noise and a cache of its own",
         ),
         Part(
+            role="speculator",
+            name="medusa",
+            factory="pegboard_sampling.speculation.medusa:MedusaSpeculator",
+            options="pegboard_sampling.speculation.options:MedusaOptions",
+            summary="Trained heads on the target's last hidden state, one for each token ahead (Medusa-1)",
+        ),
+        Part(
+            role="speculator",
+            name="eagle",
+            factory="pegboard_sampling.speculation.eagle:EagleSpeculator",
+            options="pegboard_sampling.speculation.options:EagleOptions",
+            summary="A trained layer that continues the target's hidden states, with a cache of its own (EAGLE-1)",
+        ),
+        Part(
             role="logits_processor",
             name="structured",
             factory="pegboard_sampling.structured.processor:StructuredOutput",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, Self
 
@@ -12,7 +12,16 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from pegboard.contracts.sampler import SlotOpening
-from pegboard.contracts.speculator import DraftContext, Drafts, Speculator, SpeculatorNeed, SpeculatorSpec
+from pegboard.contracts.speculator import (
+    DraftContext,
+    Drafts,
+    HeadText,
+    HeadTrainer,
+    HeadTraining,
+    Speculator,
+    SpeculatorNeed,
+    SpeculatorSpec,
+)
 from pegboard.testing.conformance import run_suite
 from pegboard.testing.speculator import TARGET, SpeculatorSuite
 
@@ -184,10 +193,38 @@ class Scribbles(NGram):
         return drafts
 
 
+class Unteachable(NGram):
+    """Its trainer has a loss that nothing changes."""
+
+    @classmethod
+    def trainer(cls, training: HeadTraining) -> HeadTrainer:
+        return StubbornTrainer()
+
+
+class StubbornTrainer(HeadTrainer):
+    def __init__(self) -> None:
+        self._weight = torch.ones(3, requires_grad=True)
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        return (self._weight,)
+
+    def loss(self, texts: Sequence[HeadText]) -> Tensor:
+        return 1.0 + 0.0 * self._weight.sum()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {"weight": self._weight}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return {}
+
+
 #: The rule's own test, then others that see it, too.
 BROKEN: dict[type[Speculator], str] = {
     Fickle: "test_describes_what_it_will_be",
     Hospitable: "test_foreign_targets_are_refused",
+    Unteachable: "test_training_lowers_the_loss",
     Confused: "test_says_how_it_may_be_run",
     Overshoots: "test_drafts_are_tokens",
     LeavesVocabulary: "test_drafts_are_tokens test_drafts_are_those_of_the_definition test_probs_are_distributions",

@@ -40,3 +40,29 @@ class DraftModelOptions(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16", "float64"] = "auto"
     #: Most probable tokens that a draft may be.
     candidates: int = Field(default=64, ge=1)
+
+
+class MedusaOptions(BaseModel):
+    """Options of the part `medusa`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: A folder with config.json and the heads' safetensors file.
+    model: str = Field(min_length=1)
+    #: Drafts a row at most, one of each head; None: all heads.
+    drafts: int | None = Field(default=None, ge=1, le=62)
+    #: Most probable tokens that a draft may be.
+    candidates: int = Field(default=64, ge=1)
+
+
+class EagleOptions(BaseModel):
+    """Options of the part `eagle`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: A folder with config.json and the layer's safetensors file.
+    model: str = Field(min_length=1)
+    #: Drafts a row at most.
+    drafts: int = Field(default=4, ge=1, le=62)
+    #: Most probable tokens that a draft may be.
+    candidates: int = Field(default=64, ge=1)

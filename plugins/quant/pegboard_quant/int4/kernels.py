@@ -1,4 +1,4 @@
-"""Products of few and many rows with tiles of 4-bit weights. W is the left operand: Y^T = W X^T.
+"""Products with tiles of 4-bit weights. W is the left operand: Y^T = W X^T.
 
 Letters: M rows of x, N outputs, K inputs; a tile has 128 columns. See `layout` for the order of codes."""
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .unpacking import columns_for_mma, columns_for_wgmma, less_zero, split_columns, unpack_words
+from .unpacking import less_zero, split_columns, unpack_words
 
 
 @triton.jit
@@ -33,8 +33,20 @@ def _load_x(x_at, k, K, rows, EVEN: tl.constexpr):
 
 @triton.jit
 def _finish(
-    total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN: tl.constexpr, BM: tl.constexpr,
-    SPLIT: tl.constexpr, BIAS: tl.constexpr,
+    total,
+    bias,
+    out,
+    partial,
+    counters,
+    m,
+    n,
+    M,
+    N,
+    OUT_STRIDE,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Stores the sum; of several parts, the program that comes last adds all of them in their order."""
     block, part = tl.program_id(0), tl.program_id(1)
@@ -61,64 +73,13 @@ def _finish(
             tl.store(counters + block, 0)
 
 
-@triton.jit
-def multiply_few(
-    words, steps, x, bias, out, partial, counters, M, N, K, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
-    BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Up to 8 rows: a program takes BN outputs and a run of tiles, whose words it asks for two tiles ahead, into registers
-    and before it waits for x. Bytes: the weight once; limit: streaming read."""
-    block, part = tl.program_id(0), tl.program_id(1)
-    first = part * TILES_A_PART
-    count = tl.minimum(TILES_A_PART, TILES - first)
-    SIZE: tl.constexpr = BN * 16
-    COLUMNS: tl.constexpr = 128 // PARTS
-    m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
-    # Tiles have 128 rows, a program's 64 are half of one
-    tile_row = (block * BN) // 128
-    half = block % (128 // BN)
-    at = words + (tile_row * TILES + first).to(tl.int64) * 2048 + half * SIZE + tl.arange(0, SIZE)
-    rows = m < M
-    k = columns_for_mma(tl.arange(0, COLUMNS))
-    last = first + count - 1
-    w0 = tl.load(at, eviction_policy="evict_first")
-    w1 = tl.load(at + tl.minimum(1, count - 1) * 2048, eviction_policy="evict_first")
-    s0 = _load_steps(steps, first, NP, n, GROUP_TILES, PARTS, 0)
-    s1 = _load_steps(steps, tl.minimum(first + 1, last), NP, n, GROUP_TILES, PARTS, 0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    x_at = x + m[None, :] * K + (first * 128 + k)[:, None]
-    total = tl.zeros([BN, BM], tl.float32)
-    for i in tl.range(0, count):
-        ahead = tl.minimum(i + 2, count - 1)
-        w2 = tl.load(at + ahead * 2048, eviction_policy="evict_first")
-        s2 = _load_steps(steps, first + ahead, NP, n, GROUP_TILES, PARTS, 0)
-        w = unpack_words(w0, x.dtype.element_ty, BN, True, ASM)
-        begin = (first + i) * 128 + k
-        if PARTS == 1:
-            total += _scaled(w, _load_x(x_at + i * 128, begin, K, rows, EVEN), s0, SCALE, ASM)
-        else:
-            for j in tl.static_range(PARTS):
-                xs = _load_x(x_at + i * 128 + j * COLUMNS, begin + j * COLUMNS, K, rows, EVEN)
-                s = s0 if j == 0 else _load_steps(steps, first + i, NP, n, GROUP_TILES, PARTS, j)
-                total += _scaled(split_columns(w, BN, PARTS, j), xs, s, SCALE, ASM)
-        w0 = w1
-        s0 = s1
-        w1 = w2
-        s1 = s2
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    _finish(total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN, BM, SPLIT, BIAS)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["M", "TILES", "TILES_A_PART"])
 def multiply_rows(
     words, steps, x, bias, out, partial, counters, M, N, K, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
     EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """More rows: words and x are staged in shared memory, several tiles ahead; the unpacked weight never is. Bytes: the
+    """At 16 rows of x or more a program (fewer are padded), Hopper takes `wgmma` with W in registers. Words and x are staged in shared memory, several tiles ahead; the unpacked weight never is. Bytes: the
     weight once for every BM rows."""
     block, part = tl.program_id(0), tl.program_id(1)
     first = part * TILES_A_PART
@@ -130,14 +91,14 @@ def multiply_rows(
     half = block % (128 // BN)
     at = words + (tile_row * TILES + first).to(tl.int64) * 2048 + half * SIZE + tl.arange(0, SIZE)
     rows = m < M
-    k = columns_for_wgmma(tl.arange(0, COLUMNS)) if BM >= 16 else columns_for_mma(tl.arange(0, COLUMNS))
+    k = tl.arange(0, COLUMNS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x_at = x + m[None, :].to(tl.int64) * K + (first * 128 + k)[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
         packed = tl.load(at + i * 2048, eviction_policy="evict_first")
-        w = unpack_words(packed, x.dtype.element_ty, BN, BM < 16, ASM)
+        w = unpack_words(packed, x.dtype.element_ty, BN, ASM)
         begin = (first + i) * 128 + k
         if PARTS == 1:
             xs = _load_x(x_at + i * 128, begin, K, rows, EVEN)
@@ -168,7 +129,7 @@ def dequantise_tiles(
     group = (tile * PARTS + k // (128 // PARTS)) if PARTS > 1 else tile // GROUP_TILES + k * 0
     step = tl.load(steps + group[None, :] * NP + n[:, None])
     scale = (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-    w = less_zero(unpack_words(packed, dense.dtype.element_ty, BN, False, ASM), step >> 16, ASM)
+    w = less_zero(unpack_words(packed, dense.dtype.element_ty, BN, ASM), step >> 16, ASM)
     if PDL:
         tl.extra.cuda.gdc_wait()
     column = tile * 128 + k

@@ -78,9 +78,7 @@ def tile(weight: PackedWeight) -> TiledWeight:
     rows, columns = weight.shape
     group, groups = groups_of(columns, weight.group)
     above = -rows % TILE
-    parts = [
-        _tile_codes(unpack(weight.codes[start : start + _BLOCK], 4, columns)) for start in range(0, rows, _BLOCK)
-    ]
+    parts = [_tile_codes(unpack(weight.codes[start : start + _BLOCK], 4, columns)) for start in range(0, rows, _BLOCK)]
     zeros = torch.full_like(weight.scales, 8, dtype=torch.int32) if weight.zeros is None else weight.zeros.int()
     steps = (weight.scales.contiguous().view(torch.int16).int() & 0xFFFF) | (zeros << 16)
     return TiledWeight(

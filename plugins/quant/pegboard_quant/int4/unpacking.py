@@ -31,9 +31,8 @@ _ADD_FLOAT16 = tl.constexpr("add.rn.f16x2 $0, $1, $2;")
 
 
 @triton.jit
-def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, MMA: tl.constexpr, ASM: tl.constexpr):
-    """[16 BN] words of half a tile or a tile -> [BN, 128] of DTYPE: codes, plus B where ASM. `MMA`: columns in the order of
-    `columns_for_mma`."""
+def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
+    """[16 BN] words of half a tile or a tile -> [BN, 128] of DTYPE: codes, plus B where ASM."""
     if ASM:
         if DTYPE == tl.bfloat16:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -54,30 +53,12 @@ def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, MMA: tl.constexpr
     # Bits of a code's place: those of a word, highest first, then (low bit of a word's, n1, n0); see `layout`
     if BN == 64:
         bits = tl.reshape(codes, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
-        if MMA:
-            bits = tl.permute(bits, [1, 2, 10, 3, 4, 5, 0, 8, 11, 6, 7, 12, 9])
-        else:
-            bits = tl.permute(bits, [1, 2, 10, 3, 4, 5, 0, 8, 11, 12, 6, 7, 9])
+        bits = tl.permute(bits, [1, 2, 10, 3, 4, 5, 0, 8, 11, 12, 6, 7, 9])
     else:
         tl.static_assert(BN == 128)
         bits = tl.reshape(codes, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
-        if MMA:
-            bits = tl.permute(bits, [0, 2, 3, 11, 4, 5, 6, 1, 9, 12, 7, 8, 13, 10])
-        else:
-            bits = tl.permute(bits, [0, 2, 3, 11, 4, 5, 6, 1, 9, 12, 13, 7, 8, 10])
+        bits = tl.permute(bits, [0, 2, 3, 11, 4, 5, 6, 1, 9, 12, 13, 7, 8, 10])
     return tl.reshape(bits, [BN, 128])
-
-
-@triton.jit
-def columns_for_wgmma(k):
-    """Which column stands at place k."""
-    return k
-
-
-@triton.jit
-def columns_for_mma(k):
-    """Which column stands at place k: `mma` of operands that were one byte wide takes four neighbours from a lane."""
-    return (k & ~15) | (k & 1) | ((k >> 1) & 6) | ((k & 2) << 2)
 
 
 @triton.jit

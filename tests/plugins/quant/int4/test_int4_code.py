@@ -42,11 +42,10 @@ def test_codes_go_from_registers_into_the_product(
     with compile_for(capability) as made:
         for rows in (1, 16, 64):
             products(made, capability, rows, group, dtype)
-    assert [found.kernel for found in made] == ["multiply_few", "multiply_rows", "multiply_rows"]
+    assert [found.kernel for found in made] == ["multiply_rows"] * 3
     for found in made:
         assert found.stack == 0, "nothing spills"
         assert found.instructions["LOP3"] > 0
-    assert made[0].instructions["HMMA"] > 0
-    for found in made[1:]:
+    for found in made:
         assert found.instructions["HGMMA" if capability == 90 else "HMMA"] > 0
     assert all((found.instructions["ACQBULK"] > 0) == (capability == 90) for found in made), "dependent launch"

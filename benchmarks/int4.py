@@ -36,6 +36,7 @@ RECORDED = {
 
 
 def run() -> list[dict[str, Any]]:
+    mm = torch.ops.aten._weight_int4pack_mm
     launcher = Int4Launcher(torch.cuda.get_device_capability())
     found = []
     for place, (outputs, inputs) in enumerate(SHAPES):
@@ -57,7 +58,6 @@ def run() -> list[dict[str, Any]]:
             cublas = microseconds([lambda w=w, x=x: linear(x, w) for w in plain])
             tinygemm = None
             if rows <= 256:
-                mm = torch.ops.aten._weight_int4pack_mm
                 tinygemm = microseconds([lambda w=w, x=x, steps=steps: mm(x, w, GROUP, steps) for w in tiny], 1.0, 3)
             marlin, machete = RECORDED[rows][place]
             best = min(peer for peer in (marlin, machete, tinygemm) if peer is not None)

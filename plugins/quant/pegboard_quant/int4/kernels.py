@@ -79,8 +79,9 @@ def multiply_rows(
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
     EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """At 16 rows of x or more a program (fewer are padded), Hopper takes `wgmma` with W in registers. Words and x are staged in shared memory, several tiles ahead; the unpacked weight never is. Bytes: the
-    weight once for every BM rows."""
+    """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
+    Words and x are staged in shared memory, several tiles ahead; the unpacked weight never is. Bytes: the weight once
+    for every BM rows. Limit: streaming read up to about 32 rows, then unpacking."""
     block, part = tl.program_id(0), tl.program_id(1)
     first = part * TILES_A_PART
     count = tl.minimum(TILES_A_PART, TILES - first)

@@ -1,7 +1,7 @@
 """The layout in memory of 4-bit weights that the kernels read: tiles in the order of a tensor core's registers.
 
-A tile has 128 rows of W and 128 columns: 2048 words of 32 bits, contiguous. Let w0 to w10 be the bits of a word's place in
-its tile and n0 to n2 those of a code's place in its word. The code is of
+A tile has 128 rows of W and 128 columns: 2048 words of 32 bits, contiguous. Let w0 to w10 be the bits of a word's place
+in its tile and n0 to n2 those of a code's place in its word. The code is of
 
     row    w4 w5 w6 w0 w7 w8 w10        (lowest bit first)
     column n2 w2 w3 n0 n1 w1 w9
@@ -33,8 +33,7 @@ _BLOCK: Final = 64 * TILE
 
 
 class TiledWeight(msgspec.Struct, frozen=True, kw_only=True):
-    """W [O, I] = scale * (code - zero point), for `pegboard_quant.int4.launching.multiply`. Rows and columns are padded to
-    whole tiles with codes, scales and zero points of 0."""
+    """W [O, I] = scale * (code - zero point), for `Int4Launcher.multiply`. Rows and columns are padded to whole tiles with codes, scales and zero points of 0."""
 
     shape: tuple[int, int]
     #: Columns a group: 32, 64, or a multiple of 128.

@@ -1,7 +1,7 @@
 """Words of 4-bit codes -> the left operand of a product, in registers.
 
-A code q becomes the number B + q, whose bits are those of B with q in the lowest ones (128 in bfloat16, 1024 in float16):
-one logical instruction for two codes. Then zero points and B are subtracted, two at a time; all of it is exact."""
+A code q becomes the number B + q (B is 128 in bfloat16, 1024 in float16), whose bits are those of B with q in the lowest
+ones: one logical instruction for two codes. Then zero points and B are subtracted, two at a time; all of it is exact."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton.language as tl
 
 
 def _assembly(base: int) -> str:
-    """Two words -> eight registers of two numbers each: the code at each place of the first word beside that 16 bits up, and
-    the same of the second."""
+    """Two words -> eight registers of two numbers each: a code of the first word beside that 16 bits up, and the same of
+    the second."""
     lines = [".reg .b32 t;"]
     for word in range(2):
         for place in range(4):
@@ -34,10 +34,13 @@ _ADD_FLOAT16 = tl.constexpr("add.rn.f16x2 $0, $1, $2;")
 def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
     """[16 BN] words of half a tile or a tile -> [BN, 128] of DTYPE: codes, plus B where ASM."""
     if ASM:
-        if DTYPE == tl.bfloat16:
+        if DTYPE == tl.bfloat16:  # noqa: SIM300 - a constexpr stands for a type
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
                 _BFLOAT16, _CONSTRAINTS, [words],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                dtype=(
+                    tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                    tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                ),
                 is_pure=True, pack=2,
             )  # fmt: skip
         else:
@@ -68,8 +71,9 @@ def split_columns(w, BN: tl.constexpr, PARTS: tl.constexpr, part: tl.constexpr):
     half = high if part >= PARTS // 2 else low
     if PARTS == 2:
         return half
-    first, second = tl.split(tl.permute(tl.reshape(half, [BN, 2, 32]), [0, 2, 1]))
-    return second if part % 2 else first
+    else:  # noqa: RET505 - without it Triton sees two types of results
+        first, second = tl.split(tl.permute(tl.reshape(half, [BN, 2, 32]), [0, 2, 1]))
+        return second if part % 2 else first
 
 
 @triton.jit

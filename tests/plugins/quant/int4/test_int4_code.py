@@ -30,7 +30,9 @@ def products(made: Any, capability: int, rows: int, group: int, dtype: torch.dty
     outputs, inputs = 6144, 4096
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
     launcher = Int4Launcher(divmod(capability, 10))
-    launcher.multiply_as(x, tiled(outputs, inputs, group), None, out, cut or cut_of(rows, outputs, inputs))
+    launcher.multiply_as(
+        x, tiled(outputs, inputs, group), None, out, cut or cut_of(rows, outputs, inputs, hopper=capability >= 90)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])

@@ -37,15 +37,16 @@ class Cut:
     stages: int
 
 
-def cut_of(rows: int, outputs: int, inputs: int, *, hopper: bool) -> Cut:
+def cut_of(rows: int, outputs: int, inputs: int, group: int, *, hopper: bool) -> Cut:
     """What was measured, or for other shapes the rule that it suggests. Before Hopper, whose products take x from shared
-    memory, more than 32 rows of it don't fit into registers beside the weight."""
+    memory, more than 32 rows of it don't fit into registers beside the weight; 128 outputs of short groups neither."""
+    wide = hopper and group >= TILE
     block_m = min(64 if hopper else 32, max(16, triton.next_power_of_2(rows)))
     stages = 4 if block_m == 16 else 3
     for most, (block_n, split) in _MEASURED.get((outputs, inputs), {}).items():
-        if hopper and rows <= most:
+        if wide and rows <= most:
             return Cut(block_n, block_m, split, stages)
-    block_n = 128 if hopper and outputs >= 8192 else 64
+    block_n = 128 if wide and outputs >= 8192 else 64
     programs = triton.cdiv(outputs, block_n)
     split = 1 if rows > block_m else max(1, min(_PROGRAMS // programs, triton.cdiv(inputs, TILE) // 4, 16))
     return Cut(block_n, block_m, split, stages)
@@ -68,7 +69,7 @@ class Int4Launcher:
         if x.shape[0] >= DENSE_ROWS:
             out.copy_(linear(x, self.dequantise(weight, x.dtype), bias))
         elif x.shape[0]:
-            self.multiply_as(x, weight, bias, out, cut_of(x.shape[0], *weight.shape, hopper=self._hopper))
+            self.multiply_as(x, weight, bias, out, cut_of(x.shape[0], *weight.shape, weight.group, hopper=self._hopper))
 
     def multiply_as(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: Cut) -> None:
         """The same with this cut, of columns in the order of the codes."""

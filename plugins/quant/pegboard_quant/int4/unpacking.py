@@ -1,7 +1,7 @@
 """Words of 4-bit codes -> the left operand of a product, in registers.
 
-A code q becomes the number B + q (B is 128 in bfloat16, 1024 in float16), whose bits are those of B with q in the lowest
-ones: one logical instruction for two codes. Then zero points and B are subtracted, two at a time; all of it is exact."""
+A code q becomes the number B + q (B is 128 in bfloat16, 1024 in float16), whose bits are those of B with q in the
+lowest: one logical instruction for two codes. Then zero points and B are subtracted, two at a time; all is exact."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import triton.language as tl
 
 
 def _assembly(base: int) -> str:
-    """Two words -> eight registers of two numbers each: a code of the first word beside that 16 bits up, and the same of
-    the second."""
+    """Two words -> eight registers of two numbers each: codes of the first word, 16 bits apart, then of the second."""
     lines = [".reg .b32 t;"]
     for word in range(2):
         for place in range(4):

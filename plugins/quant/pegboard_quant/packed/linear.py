@@ -38,8 +38,8 @@ class PackedParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupLinear(ShardLinear):
-    """Tiled pieces are multiplied by kernels. For packed ones the workspace is `BLOCK` numbers of float32 and as many of
-    the activations' dtype, and one uint8 copy."""
+    """Tiled pieces are multiplied by kernels. For packed ones the workspace is `BLOCK` numbers of float32 and as many
+    of the activations' dtype, and one uint8 copy."""
 
     def __init__(self, parts: PackedParts, launcher: Int4Launcher | None = None) -> None:
         super().__init__(parts)

@@ -31,7 +31,11 @@ def products(made: Any, capability: int, rows: int, group: int, dtype: torch.dty
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
     launcher = Int4Launcher(divmod(capability, 10))
     launcher.multiply_as(
-        x, tiled(outputs, inputs, group), None, out, cut or cut_of(rows, outputs, inputs, hopper=capability >= 90)
+        x,
+        tiled(outputs, inputs, group),
+        None,
+        out,
+        cut or cut_of(rows, outputs, inputs, group, hopper=capability >= 90),
     )
 
 

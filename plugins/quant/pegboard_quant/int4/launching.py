@@ -38,8 +38,8 @@ class Cut:
 
 
 def cut_of(rows: int, outputs: int, inputs: int, group: int, *, hopper: bool) -> Cut:
-    """What was measured, or for other shapes the rule that it suggests. Before Hopper, whose products take x from shared
-    memory, more than 32 rows of it don't fit into registers beside the weight; 128 outputs of short groups neither."""
+    """What was measured, or by the rule that it suggests. Before Hopper, whose products take x from shared memory, more
+    than 32 rows of it don't fit into registers beside the weight; 128 outputs of short groups neither."""
     wide = hopper and group >= TILE
     block_m = min(64 if hopper else 32, max(16, triton.next_power_of_2(rows)))
     stages = 4 if block_m == 16 else 3

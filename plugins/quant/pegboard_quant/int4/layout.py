@@ -33,8 +33,8 @@ _BLOCK: Final = 64 * TILE
 
 
 class TiledWeight(msgspec.Struct, frozen=True, kw_only=True):
-    """W [O, I] = scale * (code - zero point), for `Int4Launcher.multiply`. Rows and columns are padded to whole tiles with
-    codes, scales and zero points of 0."""
+    """W [O, I] = scale * (code - zero point), for `Int4Launcher.multiply`. Rows and columns are padded to whole tiles
+    with codes, scales and zero points of 0."""
 
     shape: tuple[int, int]
     #: Columns a group: 32, 64, or a multiple of 128.

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..int4.layout import TiledWeight
 from ..linears import ShardLinear
 from .weight import PackedWeight, multiply
+
+if TYPE_CHECKING:
+    from ..int4.launching import Int4Launcher
 
 
 class Pieces(msgspec.Struct, frozen=True, kw_only=True):
     """A fused weight as runs of output features, in order; a dense one is of a source that the scheme skips."""
 
-    pieces: tuple[PackedWeight | Tensor, ...]
+    pieces: tuple[PackedWeight | TiledWeight | Tensor, ...]
 
     @property
     def shape(self) -> Sequence[int]:
@@ -34,24 +38,37 @@ class PackedParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupLinear(ShardLinear):
-    """The workspace is `BLOCK` numbers of float32 and as many of the activations' dtype, and one uint8 copy."""
+    """Tiled pieces are multiplied by kernels. For packed ones the workspace is `BLOCK` numbers of float32 and as many
+    of the activations' dtype, and one uint8 copy."""
 
-    def __init__(self, parts: PackedParts) -> None:
+    def __init__(self, parts: PackedParts, launcher: Int4Launcher | None = None) -> None:
         super().__init__(parts)
         self.pieces = parts.weight.pieces
+        self._launcher = launcher
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        launcher = self._launcher
         out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype, device=x.device)
         start = 0
         for piece in self.pieces:
             part = out[:, start : start + piece.shape[0]]
-            if isinstance(piece, PackedWeight):
+            if isinstance(piece, TiledWeight) and launcher is not None:
+                own = None if bias is None else bias[start : start + piece.shape[0]]
+                launcher.multiply(x, piece, own, part)
+            elif isinstance(piece, PackedWeight):
                 multiply(x, piece, part)
-            else:
+                _add(part, bias, start)
+            elif isinstance(piece, Tensor):
                 part.copy_(linear(x, piece))
+                _add(part, bias, start)
             start += piece.shape[0]
-        return out if bias is None else out.add_(bias)
+        return out
 
     @property
     def matrix_bytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
+
+
+def _add(part: Tensor, bias: Tensor | None, start: int) -> None:
+    if bias is not None:
+        part.add_(bias[start : start + part.shape[1]])

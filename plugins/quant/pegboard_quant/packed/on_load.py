@@ -14,6 +14,8 @@ from pegboard.errors import CheckpointError
 from pegboard.linears import input_part, output_parts, read_dense, scheme_refusals, shape_of, stored_names
 
 from ..dense import DenseQuantizer
+from ..int4.choice import new_launcher, serves, serves_weight
+from ..int4.layout import TiledWeight, tile, tiled_bytes
 from ..linears import ShardLinear
 from ..options import DenseOptions, RoundingOptions
 from .codes import row_bytes
@@ -32,7 +34,9 @@ class RoundingQuantizer(Quantizer):
 
     def __init__(self, need: QuantizerNeed, options: RoundingOptions) -> None:
         self._options = options
+        self._need = need
         self._dtype = need.dtype
+        self._launcher = new_launcher(need)
         self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
         self._dense = DenseQuantizer.create(need, DenseOptions())
 
@@ -50,7 +54,7 @@ class RoundingQuantizer(Quantizer):
         return PackQuantizedWriter(cls.bits, method, options)
 
     def notes(self) -> Sequence[str]:
-        return path_notes(self._device)
+        return path_notes(self._need)
 
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         return stored_names(spec)
@@ -61,11 +65,15 @@ class RoundingQuantizer(Quantizer):
         _, columns = input_part(spec, shard)
         size = element_bytes(self._dtype)
         group = columns if self._options.group == -1 else self._options.group
+        tiled = self._tiled and serves(self.bits, columns, group, scale_dtype(self.bits).itemsize)
         a_group = scale_dtype(self.bits).itemsize + (0 if self._options.symmetric else 1)
         a_row = row_bytes(columns, self.bits) + -(-columns // group) * a_group
         total = 0
-        for rounds, (_, rows) in zip(self._rounds(spec), output_parts(spec, shard), strict=True):
-            total += rows * (a_row if rounds else columns * size)
+        for rounds, rows in self._runs(spec, shard):
+            if rounds and tiled:
+                total += tiled_bytes(rows, columns, group, ordered=False)
+            else:
+                total += rows * (a_row if rounds else columns * size)
         rows = shape_of(spec, shard)[0]
         return total + (rows * size if spec.bias else 0) + (rows * columns * size if spec.tied else 0)
 
@@ -73,7 +81,7 @@ class RoundingQuantizer(Quantizer):
         if not any(self._rounds(spec)):
             return self._dense.linear(spec, checkpoint, shard)
         parts = read_dense(spec, checkpoint, shard, self._dtype, self._device)
-        pieces: list[PackedWeight | Tensor] = []
+        pieces: list[PackedWeight | TiledWeight | Tensor] = []
         for rounds, rows in self._runs(spec, shard):
             weight = parts.weight[sum(piece.shape[0] for piece in pieces) :][:rows]
             pieces.append(self._round(spec, weight) if rounds else weight.clone())
@@ -83,14 +91,20 @@ class RoundingQuantizer(Quantizer):
                 bias=parts.bias,
                 all_reduce=parts.all_reduce,
                 partition=parts.partition,
-            )
+            ),
+            self._launcher,
         )
 
-    def _round(self, spec: LinearSpec, weight: Tensor) -> PackedWeight:
+    @property
+    def _tiled(self) -> bool:
+        return self._launcher is not None
+
+    def _round(self, spec: LinearSpec, weight: Tensor) -> PackedWeight | TiledWeight:
         if not weight.isfinite().all():
             raise CheckpointError(f"{spec.name}: a weight is NaN or infinite in {self._dtype}: no grid holds it")
         options = self._options
-        return round_to_nearest(weight, self.bits, options.group, symmetric=options.symmetric)
+        packed = round_to_nearest(weight, self.bits, options.group, symmetric=options.symmetric)
+        return tile(packed) if self._tiled and serves_weight(packed) else packed
 
     def _rounds(self, spec: LinearSpec) -> list[bool]:
         """Whether each source is rounded: neither it nor the linear that it is part of is skipped."""

@@ -13,6 +13,7 @@ from pegboard.errors import ConfigError
 from pegboard.linears import shape_of
 
 from ..dense import DenseQuantizer
+from ..int4.choice import kernel_refusal, new_launcher
 from ..linears import ShardLinear
 from ..options import DenseOptions
 from .awq import awq_scheme
@@ -34,13 +35,20 @@ def path_refusals(need: QuantizerNeed) -> list[str]:
     return reasons
 
 
-def path_notes(device: str) -> list[str]:
+def path_notes(need: QuantizerNeed) -> list[str]:
     """The hardware check's result, for the report."""
-    where = "a CPU" if device == "cpu" else "CUDA"
-    faster = "; quantizer 'int8-cpu' is faster there, on a dense or GGUF checkpoint" if device == "cpu" else ""
+    refusal = kernel_refusal(need)
+    if refusal is None:
+        return [
+            "weights of 4 bits in groups of 32, 64, a multiple of 128 or all columns stay packed and are multiplied by "
+            "Triton kernels: this gains memory and speed; torch dequantises others block by block in every step"
+        ]
+    on_cpu = need.device.type == "cpu"
+    where = "a CPU" if on_cpu else "CUDA"
+    reason = "; quantizer 'int8-cpu' is faster there, on a dense or GGUF checkpoint" if on_cpu else f" ({refusal})"
     return [
         f"weights stay packed in memory; on {where} torch dequantises them block by block in every step: this gains "
-        f"memory, no speed{faster}"
+        f"memory, no speed{reason}"
     ]
 
 
@@ -49,7 +57,9 @@ class PackedQuantizer(Quantizer):
 
     def __init__(self, need: QuantizerNeed, scheme: Scheme) -> None:
         self._scheme = scheme
+        self._need = need
         self._dtype = need.dtype
+        self._launcher = new_launcher(need)
         self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
         self._dense = DenseQuantizer.create(need, DenseOptions())
 
@@ -72,7 +82,7 @@ class PackedQuantizer(Quantizer):
         return cls(need, cls.scheme(need.scheme))
 
     def notes(self) -> Sequence[str]:
-        return path_notes(self._device)
+        return path_notes(self._need)
 
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         layouts = self._layouts(spec, names)
@@ -87,13 +97,18 @@ class PackedQuantizer(Quantizer):
         rows, columns = shape_of(spec, shard)
         bias = rows * element_bytes(self._dtype) if spec.bias else 0
         table = rows * columns * element_bytes(self._dtype) if spec.tied else 0
-        return packed_bytes(spec, layouts, stored, shard, self._dtype) + bias + table
+        return packed_bytes(spec, layouts, stored, shard, self._dtype, tiled=self._tiled) + bias + table
 
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> ShardLinear:
         layouts = self._layouts(spec, checkpoint.tensors())
         if not any(layouts):
             return self._dense.linear(spec, checkpoint, shard)
-        return GroupLinear(read_packed(spec, layouts, checkpoint, shard, self._dtype, self._device))
+        parts = read_packed(spec, layouts, checkpoint, shard, self._dtype, self._device, tiled=self._tiled)
+        return GroupLinear(parts, self._launcher)
+
+    @property
+    def _tiled(self) -> bool:
+        return self._launcher is not None
 
     def _layouts(self, spec: LinearSpec, names: Mapping[str, Any]) -> list[Layout | None]:
         return [

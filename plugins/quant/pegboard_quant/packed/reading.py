@@ -14,6 +14,8 @@ from pegboard.dtypes import ELEMENT_BYTES, element_bytes
 from pegboard.errors import CheckpointError
 from pegboard.linears import input_part, output_parts, reduction
 
+from ..int4.choice import serves, serves_weight
+from ..int4.layout import TILE, TiledWeight, tile, tiled_bytes
 from .codes import pack, row_bytes, unpack
 from .layout import Expected, Layout, SourceWeight, problems_of
 from .linear import PackedParts, Pieces
@@ -40,8 +42,12 @@ def read_packed(
     shard: Shard,
     dtype: str,
     device: str,
+    *,
+    tiled: bool = False,
 ) -> PackedParts:
-    """CheckpointError for missing and wrong tensors, all of them named; ConfigError for what can't be split."""
+    """`tiled`: what the INT4 kernels serve is put in their order.
+
+    CheckpointError for missing and wrong tensors, all of them named; ConfigError for what can't be split."""
     stored = checkpoint.tensors()
     problems = problems_of(expected(spec, layouts, stored), stored)
     if problems:
@@ -64,7 +70,11 @@ def read_packed(
         if spec.bias
     ]
     return PackedParts(
-        weight=Pieces(pieces=tuple(_joined(pieces))),
+        weight=Pieces(
+            pieces=tuple(_tiled(piece, columns == spec.in_features) for piece in _joined(pieces, TILE))
+            if tiled
+            else tuple(_joined(pieces))
+        ),
         bias=torch.cat(bias) if bias else None,
         all_reduce=all_reduce,
         partition=partition,
@@ -77,6 +87,8 @@ def packed_bytes(
     stored: Mapping[str, TensorInfo],
     shard: Shard,
     dtype: str,
+    *,
+    tiled: bool = False,
 ) -> int:
     """What the weights of `read_packed` take, without the bias."""
     column, columns = input_part(spec, shard)
@@ -87,13 +99,18 @@ def packed_bytes(
             continue
         info = stored.get(f"{source}.{layout.scales_name}")
         scale = ELEMENT_BYTES.get(info.storage, 2) if info is not None else 2  # missing: refused when it is read
-        total += held_bytes(layout, spec.in_features, rows, (column, columns), scale)
+        total += held_bytes(layout, spec.in_features, rows, (column, columns), scale, tiled=tiled)
     return total
 
 
-def held_bytes(layout: Layout, in_features: int, rows: int, part: tuple[int, int], scale: int) -> int:
+def held_bytes(
+    layout: Layout, in_features: int, rows: int, part: tuple[int, int], scale: int, *, tiled: bool = False
+) -> int:
     """Bytes of the record of so many rows and this part of the columns, with scales of so many bytes."""
     first, last, runs = _groups(layout, in_features, part)
+    size, ordered = layout.columns_a_group(in_features), layout.ordered
+    if tiled and (runs or (ordered and part[1] == in_features)) and serves(layout.bits, part[1], size, scale):
+        return tiled_bytes(rows, part[1], size, ordered=ordered)
     numbers = rows * (last - first) * (scale + (1 if layout.zeros else 0))
     return rows * row_bytes(part[1], layout.bits) + numbers + (0 if runs else part[1] * torch.int32.itemsize)
 
@@ -157,14 +174,26 @@ def _to(weight: PackedWeight, device: str) -> PackedWeight:
     )
 
 
-def _joined(pieces: Sequence[PackedWeight | Tensor]) -> list[PackedWeight | Tensor]:
-    """Neighbours of one kind become one: fewer products. Orders of columns differ from source to source."""
+def _tiled(piece: PackedWeight | Tensor, whole: bool) -> PackedWeight | TiledWeight | Tensor:
+    """Whether columns that a rank has of an order are runs is known too late for the memory plan: they stay packed."""
+    if isinstance(piece, Tensor) or not serves_weight(piece) or (piece.order is not None and not whole):
+        return piece
+    return tile(piece)
+
+
+def _joined(pieces: Sequence[PackedWeight | Tensor], multiple: int = 1) -> list[PackedWeight | Tensor]:
+    """Neighbours of one kind become one: fewer products. Orders of columns differ from source to source. A record
+    that is followed by another has a multiple of so many rows."""
     joined: list[PackedWeight | Tensor] = []
     for piece in pieces:
         last = joined[-1] if joined else None
         if isinstance(last, Tensor) and isinstance(piece, Tensor):
             joined[-1] = torch.cat((last, piece))
-        elif isinstance(last, PackedWeight) and isinstance(piece, PackedWeight) and _kind(last) == _kind(piece):
+        elif (
+            isinstance(last, PackedWeight)
+            and isinstance(piece, PackedWeight)
+            and (last.shape[0] % multiple == 0 and _kind(last) == _kind(piece))
+        ):
             joined[-1] = _cat(last, piece)
         else:
             joined.append(piece)

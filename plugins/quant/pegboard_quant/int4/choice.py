@@ -1,0 +1,47 @@
+"""Whether the kernels serve a device, and a weight. Imports no Triton."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from pegboard.contracts.quantizer import QuantizerNeed
+
+from ..packed.weight import PackedWeight
+from .layout import TILE
+
+if TYPE_CHECKING:
+    from .launching import Int4Launcher
+
+
+def kernel_refusal(need: QuantizerNeed) -> str | None:
+    """Why linears of 4 bits can't use the kernels here, or None."""
+    if need.device.type != "cuda":
+        return "the INT4 kernels need a CUDA device"
+    capability = need.device.capability or (0, 0)
+    if capability < (8, 0):
+        return f"the INT4 kernels need compute capability 8.0 or more, not {capability[0]}.{capability[1]}"
+    if need.dtype not in ("float16", "bfloat16"):
+        return f"the INT4 kernels multiply float16 and bfloat16, not {need.dtype}"
+    if find_spec("triton") is None:
+        return "the INT4 kernels need triton, which is not installed"
+    return None
+
+
+def serves(bits: int, columns: int, group: int, scale_bytes: int) -> bool:
+    """Whether they read weights of such groups, with scales of so many bytes."""
+    return bits == 4 and scale_bytes == 2 and (group in (32, 64) or group % TILE == 0 or group >= columns)
+
+
+def serves_weight(weight: PackedWeight) -> bool:
+    """Columns must be runs of groups; they may be in any order."""
+    return weight.groups is None and serves(weight.bits, weight.in_features, weight.group, weight.scales.itemsize)
+
+
+def new_launcher(need: QuantizerNeed) -> Int4Launcher | None:
+    """An `Int4Launcher`, or None where there is a `kernel_refusal`."""
+    if kernel_refusal(need) is not None:
+        return None
+    from .launching import Int4Launcher
+
+    return Int4Launcher(need.device.capability or (0, 0))

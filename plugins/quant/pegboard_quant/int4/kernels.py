@@ -1,0 +1,139 @@
+"""Products with tiles of 4-bit weights. W is the left operand: Y^T = W X^T.
+
+Letters: M rows of x, N outputs, K inputs; a tile has 128 columns. See `layout` for the order of codes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .unpacking import less_zero, split_columns, unpack_words
+
+
+@triton.jit
+def _load_steps(steps, tile, NP, n, GROUP_TILES, PARTS: tl.constexpr, part):
+    group = tile * PARTS + part if PARTS > 1 else tile // GROUP_TILES
+    return tl.load(steps + group * NP + n)
+
+
+@triton.jit
+def _scaled(w, x, step, SCALE: tl.constexpr, ASM: tl.constexpr):
+    """The product of one group's columns: w holds codes, plus what `unpack_words` adds."""
+    product = tl.dot(less_zero(w, step >> 16, ASM), x, input_precision="ieee")
+    return product * (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _load_x(x_at, k, K, rows, EVEN: tl.constexpr):
+    """x^T of some columns, [columns, M]; 0 beyond the last."""
+    if EVEN:
+        return tl.load(x_at, mask=rows[None, :], other=0.0)
+    return tl.load(x_at, mask=rows[None, :] & (k[:, None] < K), other=0.0)
+
+
+@triton.jit
+def _finish(
+    total,
+    bias,
+    out,
+    partial,
+    counters,
+    m,
+    n,
+    M,
+    N,
+    OUT_STRIDE,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Stores the sum; of several parts, the program that comes last adds all of them in their order."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    mask = (m[None, :] < M) & (n[:, None] < N)
+    out_at = out + m[None, :].to(tl.int64) * OUT_STRIDE + n[:, None]
+    if SPLIT == 1:
+        if BIAS:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        place = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        size = tl.num_programs(0) * BN * BM
+        at = partial + block * (BN * BM) + place
+        tl.store(at + part * size, total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + block, 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            total = tl.zeros_like(total)
+            for i in tl.static_range(SPLIT):
+                total += tl.load(at + i * size, cache_modifier=".cg")
+            if BIAS:
+                total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(counters + block, 0)
+
+
+@triton.jit(do_not_specialize=["M", "TILES", "TILES_A_PART"])
+def multiply_rows(
+    words, steps, x, bias, out, partial, counters, M, N, K, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
+    BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
+    Words and x are staged in shared memory, several tiles ahead; the unpacked weight never is. Bytes: the weight once
+    for every BM rows. Limit: streaming read up to about 32 rows, then unpacking."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    first = part * TILES_A_PART
+    count = tl.minimum(TILES_A_PART, TILES - first)
+    SIZE: tl.constexpr = BN * 16
+    COLUMNS: tl.constexpr = 128 // PARTS
+    m, n = tl.program_id(2) * BM + tl.arange(0, BM), block * BN + tl.arange(0, BN)
+    tile_row = (block * BN) // 128
+    half = block % (128 // BN)
+    at = words + (tile_row * TILES + first).to(tl.int64) * 2048 + half * SIZE + tl.arange(0, SIZE)
+    rows = m < M
+    k = tl.arange(0, COLUMNS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x_at = x + m[None, :].to(tl.int64) * K + (first * 128 + k)[:, None]
+    total = tl.zeros([BN, BM], tl.float32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        packed = tl.load(at + i * 2048, eviction_policy="evict_first")
+        w = unpack_words(packed, x.dtype.element_ty, BN, ASM)
+        begin = (first + i) * 128 + k
+        if PARTS == 1:
+            xs = _load_x(x_at + i * 128, begin, K, rows, EVEN)
+            s = _load_steps(steps, first + i, NP, n, GROUP_TILES, PARTS, 0)
+            total += _scaled(w, xs, s, SCALE, ASM)
+        else:
+            for j in tl.static_range(PARTS):
+                xs = _load_x(x_at + i * 128 + j * COLUMNS, begin + j * COLUMNS, K, rows, EVEN)
+                s = _load_steps(steps, first + i, NP, n, GROUP_TILES, PARTS, j)
+                total += _scaled(split_columns(w, BN, PARTS, j), xs, s, SCALE, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    _finish(total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN, BM, SPLIT, BIAS)
+
+
+@triton.jit
+def dequantise_tiles(
+    words, steps, dense, N, K, NP, TILES, GROUP_TILES,
+    BN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The weight [N, K] in the dtype of activations, rounded once. A program makes BN rows of a tile."""
+    block, tile = tl.program_id(0), tl.program_id(1)
+    SIZE: tl.constexpr = BN * 16
+    n = block * BN + tl.arange(0, BN)
+    at = words + ((block * BN) // 128 * TILES + tile).to(tl.int64) * 2048 + block % (128 // BN) * SIZE
+    packed = tl.load(at + tl.arange(0, SIZE))
+    k = tl.arange(0, 128)
+    group = (tile * PARTS + k // (128 // PARTS)) if PARTS > 1 else tile // GROUP_TILES + k * 0
+    step = tl.load(steps + group[None, :] * NP + n[:, None])
+    scale = (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+    w = less_zero(unpack_words(packed, dense.dtype.element_ty, BN, ASM), step >> 16, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    column = tile * 128 + k
+    dense_at = dense + n[:, None].to(tl.int64) * K + column[None, :]
+    mask = (n[:, None] < N) & (column[None, :] < K)
+    tl.store(dense_at, (w.to(tl.float32) * scale).to(dense.dtype.element_ty), mask=mask)

@@ -1,0 +1,91 @@
+"""Words of 4-bit codes -> the left operand of a product, in registers.
+
+A code q becomes the number B + q (B is 128 in bfloat16, 1024 in float16), whose bits are those of B with q in the
+lowest: one logical instruction for two codes. Then zero points and B are subtracted, two at a time; all is exact."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def _assembly(base: int) -> str:
+    """Two words -> eight registers of two numbers each: codes of the first word, 16 bits apart, then of the second."""
+    lines = [".reg .b32 t;"]
+    for word in range(2):
+        for place in range(4):
+            source = f"${8 + word}"
+            if place:
+                lines.append(f"shr.u32 t, {source}, {4 * place};")
+                source = "t"
+            lines.append(f"lop3.b32 ${4 * word + place}, {source}, 0x000F000F, {base:#010x}, 0xEA;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_BFLOAT16 = tl.constexpr(_assembly(0x43004300))
+_FLOAT16 = tl.constexpr(_assembly(0x64006400))
+_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
+_ADD_BFLOAT16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }")
+_ADD_FLOAT16 = tl.constexpr("add.rn.f16x2 $0, $1, $2;")
+
+
+@triton.jit
+def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
+    """[16 BN] words of half a tile or a tile -> [BN, 128] of DTYPE: codes, plus B where ASM."""
+    if ASM:
+        if DTYPE == tl.bfloat16:  # noqa: SIM300 - a constexpr stands for a type
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                _BFLOAT16, _CONSTRAINTS, [words],
+                dtype=(
+                    tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                    tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                ),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                _FLOAT16, _CONSTRAINTS, [words],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        codes = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+    else:
+        shifts = tl.reshape(tl.arange(0, 8) * 4, [1, 2, 1, 2, 2])
+        codes = ((tl.reshape(words, [BN * 8, 1, 2, 1, 1]) >> shifts) & 15).to(DTYPE)
+    # Bits of a code's place: those of a word, highest first, then (low bit of a word's, n1, n0); see `layout`
+    if BN == 64:
+        bits = tl.reshape(codes, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+        bits = tl.permute(bits, [1, 2, 10, 3, 4, 5, 0, 8, 11, 12, 6, 7, 9])
+    else:
+        tl.static_assert(BN == 128)
+        bits = tl.reshape(codes, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+        bits = tl.permute(bits, [0, 2, 3, 11, 4, 5, 6, 1, 9, 12, 13, 7, 8, 10])
+    return tl.reshape(bits, [BN, 128])
+
+
+@triton.jit
+def split_columns(w, BN: tl.constexpr, PARTS: tl.constexpr, part: tl.constexpr):
+    """The `part`-th of 2 or 4 runs of columns."""
+    low, high = tl.split(tl.permute(tl.reshape(w, [BN, 2, 64]), [0, 2, 1]))
+    half = high if part >= PARTS // 2 else low
+    if PARTS == 2:
+        return half
+    else:  # noqa: RET505 - without it Triton sees two types of results
+        first, second = tl.split(tl.permute(tl.reshape(half, [BN, 2, 32]), [0, 2, 1]))
+        return second if part % 2 else first
+
+
+@triton.jit
+def less_zero(w, zero, ASM: tl.constexpr):
+    """w [BN, columns] less zero points, [BN] or [BN, columns] int32, and less what `unpack_words` added."""
+    if len(zero.shape) == 1:
+        zero = zero[:, None]
+    if not ASM:
+        return w - zero.to(w.dtype)
+    if w.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _ADD_BFLOAT16, "=r,r,r", [w, (-128 - zero).to(w.dtype)], dtype=w.dtype, is_pure=True, pack=2
+        )
+    return tl.inline_asm_elementwise(
+        _ADD_FLOAT16, "=r,r,r", [w, (-1024 - zero).to(w.dtype)], dtype=w.dtype, is_pure=True, pack=2
+    )

@@ -1,0 +1,153 @@
+"""Products with tiled 4-bit weights against float64: on a CUDA device, and on CPU under Triton's interpreter.
+
+The interpreter is chosen when a kernel is defined, so it has a process of its own (`test_under_the_interpreter`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pegboard_quant.int4.layout import tile, tiled_bytes, untile
+from pegboard_quant.packed.codes import pack
+from pegboard_quant.packed.weight import PackedWeight, dense
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+#: On a CUDA device, or under the interpreter.
+RUNS = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+FLOATS = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
+#: outputs, inputs, group
+SHAPES = [(64, 256, 128), (72, 128, 32), (200, 192, 64), (136, 320, 320), (128, 256, 256)]
+
+
+def weight_of(
+    rows: int, columns: int, group: int, *, zeros: bool, scale: torch.dtype = torch.float16, order: bool = False
+) -> PackedWeight:
+    generator = torch.Generator().manual_seed(rows + columns)
+    groups = -(-columns // group)
+    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+    return PackedWeight(
+        bits=4,
+        in_features=columns,
+        group=group,
+        codes=pack(codes, 4).to(DEVICE),
+        scales=(torch.rand(rows, groups, generator=generator) * 0.02 + 0.002).to(scale).to(DEVICE),
+        zeros=torch.randint(0, 16, (rows, groups), generator=generator, dtype=torch.uint8).to(DEVICE)
+        if zeros
+        else None,
+        order=torch.randperm(columns, generator=generator).int().to(DEVICE) if order else None,
+    )
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def launcher() -> Any:
+    from pegboard_quant.int4.launching import Int4Launcher
+
+    return Int4Launcher(torch.cuda.get_device_capability() if DEVICE == "cuda" else (8, 0), interpreted=INTERPRETED)
+
+
+def assert_right(weight: PackedWeight, rows: int, dtype: torch.dtype, bias: bool = False, cut: Any = None) -> None:
+    x = random(rows, weight.in_features, dtype=dtype)
+    add = random(weight.shape[0], dtype=dtype) if bias else None
+    right = x.double() @ dense(weight, torch.float64).T
+    right = right if add is None else right + add.double()
+    out = torch.full((rows, weight.shape[0] + 8), torch.nan, dtype=dtype, device=DEVICE)
+    made = launcher()
+    part = out[:, : weight.shape[0]]
+    if cut is None:
+        made.multiply(x, tile(weight), add, part)
+    else:
+        made.multiply_as(x, tile(weight), add, part, cut)
+    assert out[:, weight.shape[0] :].isnan().all(), "nothing beyond the outputs is written"
+    error = (part.double() - right).abs().max() / right.abs().max()
+    assert error <= {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+
+
+@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
+@pytest.mark.parametrize("zeros", [True, False])
+def test_tiling_loses_nothing(rows: int, columns: int, group: int, zeros: bool) -> None:
+    weight = weight_of(rows, columns, group, zeros=zeros, order=zeros)
+    tiled = tile(weight)
+    back = untile(tiled)
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.scales, weight.scales)
+    assert torch.equal(dense(back, torch.float64), dense(weight, torch.float64))
+    assert tiled.nbytes == tiled_bytes(rows, columns, group, ordered=zeros)
+
+
+@RUNS
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_products(rows: int, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> None:
+    weight = weight_of(outputs, inputs, group, zeros=rows != 5, order=rows == 16, scale=torch.float16)
+    assert_right(weight, rows, dtype, bias=rows != 1)
+
+
+@RUNS
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_sums_in_parts(block_n: int) -> None:
+    from pegboard_quant.int4.launching import Cut
+
+    weight = weight_of(200, 640, 128, zeros=True, scale=torch.bfloat16)
+    for dtype in FLOATS:
+        for split in (2, 3, 5):
+            assert_right(weight, 7, dtype, bias=True, cut=Cut(block_n, 16, split, 3))
+
+
+@RUNS
+@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
+def test_dequantised_weights_are_rounded_once(outputs: int, inputs: int, group: int) -> None:
+    weight = weight_of(outputs, inputs, group, zeros=True)
+    for dtype in FLOATS:
+        right = dense(weight, torch.float32).to(dtype)
+        assert torch.equal(launcher().dequantise(tile(weight), dtype), right)
+
+
+@RUNS
+def test_many_rows() -> None:
+    for dtype in FLOATS:
+        assert_right(weight_of(72, 128, 32, zeros=True), 300, dtype, bias=True)
+        assert_right(weight_of(72, 128, 64, zeros=False), 100, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 33, 64, 128, 256])
+@pytest.mark.parametrize("group", [32, 128])
+def test_graphs_repeat_bit_for_bit(rows: int, group: int) -> None:
+    weight = weight_of(1032, 2048, group, zeros=True)
+    tiled, made = tile(weight), launcher()
+    x = random(rows, 2048, dtype=torch.bfloat16)
+    out = torch.empty(rows, 1032, dtype=torch.bfloat16, device=DEVICE)
+    made.multiply(x, tiled, None, out)
+    first = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.multiply(x, tiled, None, out)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, first)
+    assert not tiled.counters.any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is what runs it")
+def test_under_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", _INTERPRETED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+_INTERPRETED = "products or parts or dequantised or many"

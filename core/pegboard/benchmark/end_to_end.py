@@ -92,6 +92,8 @@ def measure_end_to_end(
 ) -> EndToEnd:
     """`make(watchers)` constructs the engine, which is closed in the end; `profile`: a folder for traces. ConfigError:
     the engine can't run such batches. RequestFailed when a request fails."""
+    import torch  # noqa: F401 - ready time is that of an engine, in a process that has it
+
     watch = HostWatch()
     begin = time.perf_counter()
     engine = make([watch])

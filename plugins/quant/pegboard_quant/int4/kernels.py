@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .unpacking import less_zero, split_columns, unpack_words
+from .unpacking import less_zero, unpack_words
 
 
 @triton.jit
@@ -21,6 +21,19 @@ def _scaled(w, x, step, SCALE: tl.constexpr, ASM: tl.constexpr):
     """The product of one group's columns: w holds codes, plus what `unpack_words` adds."""
     product = tl.dot(less_zero(w, step >> 16, ASM), x, input_precision="ieee")
     return product * (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _rounded(w, steps, tile, NP, n, PARTS: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr):
+    """Weights of several groups [BN, 128], rounded to the dtype of codes. A product for each group, as above, would
+    need parts of w, and those come out wrong where Hopper's `wgmma` takes W from registers (triton 3.6)."""
+    k = tl.arange(0, 128)
+    step = _load_steps(steps, tile, NP, n, 1, PARTS, 0)[:, None]
+    for part in tl.static_range(1, PARTS):
+        other = _load_steps(steps, tile, NP, n, 1, PARTS, part)[:, None]
+        step = tl.where(k[None, :] >= part * (128 // PARTS), other, step)
+    scale = (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+    return (less_zero(w, step >> 16, ASM).to(tl.float32) * scale).to(w.dtype)
 
 
 @triton.jit
@@ -86,13 +99,12 @@ def multiply_rows(
     first = part * TILES_A_PART
     count = tl.minimum(TILES_A_PART, TILES - first)
     SIZE: tl.constexpr = BN * 16
-    COLUMNS: tl.constexpr = 128 // PARTS
     m, n = tl.program_id(2) * BM + tl.arange(0, BM), block * BN + tl.arange(0, BN)
     tile_row = (block * BN) // 128
     half = block % (128 // BN)
     at = words + (tile_row * TILES + first).to(tl.int64) * 2048 + half * SIZE + tl.arange(0, SIZE)
     rows = m < M
-    k = tl.arange(0, COLUMNS)
+    k = tl.arange(0, 128)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x_at = x + m[None, :].to(tl.int64) * K + (first * 128 + k)[:, None]
@@ -100,16 +112,13 @@ def multiply_rows(
     for i in tl.range(0, count, num_stages=STAGES):
         packed = tl.load(at + i * 2048, eviction_policy="evict_first")
         w = unpack_words(packed, x.dtype.element_ty, BN, ASM)
-        begin = (first + i) * 128 + k
+        xs = _load_x(x_at + i * 128, (first + i) * 128 + k, K, rows, EVEN)
         if PARTS == 1:
-            xs = _load_x(x_at + i * 128, begin, K, rows, EVEN)
             s = _load_steps(steps, first + i, NP, n, GROUP_TILES, PARTS, 0)
             total += _scaled(w, xs, s, SCALE, ASM)
         else:
-            for j in tl.static_range(PARTS):
-                xs = _load_x(x_at + i * 128 + j * COLUMNS, begin + j * COLUMNS, K, rows, EVEN)
-                s = _load_steps(steps, first + i, NP, n, GROUP_TILES, PARTS, j)
-                total += _scaled(split_columns(w, BN, PARTS, j), xs, s, SCALE, ASM)
+            rounded = _rounded(w, steps, first + i, NP, n, PARTS, SCALE, ASM)
+            total += tl.dot(rounded, xs, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     _finish(total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN, BM, SPLIT, BIAS)

@@ -64,18 +64,6 @@ def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr
 
 
 @triton.jit
-def split_columns(w, BN: tl.constexpr, PARTS: tl.constexpr, part: tl.constexpr):
-    """The `part`-th of 2 or 4 runs of columns."""
-    low, high = tl.split(tl.permute(tl.reshape(w, [BN, 2, 64]), [0, 2, 1]))
-    half = high if part >= PARTS // 2 else low
-    if PARTS == 2:
-        return half
-    else:  # noqa: RET505 - without it Triton sees two types of results
-        first, second = tl.split(tl.permute(tl.reshape(half, [BN, 2, 32]), [0, 2, 1]))
-        return second if part % 2 else first
-
-
-@triton.jit
 def less_zero(w, zero, ASM: tl.constexpr):
     """w [BN, columns] less zero points, [BN] or [BN, columns] int32, and less what `unpack_words` added."""
     if len(zero.shape) == 1:

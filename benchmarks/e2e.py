@@ -112,13 +112,13 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
     pyplot.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = pyplot.subplots(figsize=(5.6, 3.2), dpi=110)
-    for index, (shape, found) in enumerate(record["pegboard"].items()):
-        rows = rows_of(record["vllm"][shape], found)
-        names = [name for name, _, _ in rows]
-        gains = [ours / theirs if name.endswith("tokens/s") else theirs / ours for name, ours, theirs in rows]
-        places = [len(names) - 1 - place + 0.2 - 0.4 * index for place in range(len(names))]
+    rows = {shape: rows_of(VLLM[shape], found) for shape, found in record["pegboard"].items()}
+    names = [name for name, _, _ in max(rows.values(), key=len)]
+    for index, (shape, measured) in enumerate(rows.items()):
+        gains = [ours / theirs if name.endswith("tokens/s") else theirs / ours for name, ours, theirs in measured]
+        places = [len(names) - 1 - names.index(name) + 0.2 - 0.4 * index for name, _, _ in measured]
         axes.barh(places, gains, 0.4, color=("#1f77b4", "#8fbce6")[index % 2], label=shape)
-        axes.set_yticks([len(names) - 1 - place for place in range(len(names))], names, fontsize=6)
+    axes.set_yticks([len(names) - 1 - place for place in range(len(names))], names, fontsize=6)
     axes.axvline(1, color="black", linewidth=0.5)
     axes.set(title="Times as fast as vLLM 0.24 (recorded)", xscale="log")
     ticks = (0.5, 1, 2, 4, 8)

@@ -86,8 +86,11 @@ def test_what_is_in_the_cache_begins_no_processes(hits: list[bool]) -> None:
     assert not workers._all
 
 
-def test_what_no_process_compiles_is_compiled_here(hits: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+@pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"])
+def test_what_no_process_compiles_is_compiled_here(
+    hits: list[bool], monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
     compilation = Compilation("cuda")
     compilation.rehearse(launch)
     finish(compilation)

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import worker
 
-#: A Llama's kernels take some 25 s of processor time, the longest of them 2.
+#: A Llama's kernels take some 25 s of processor time, the longest of them 4.
 MOST = 12
 
 
@@ -39,11 +39,14 @@ class CompileWorkers:
         """Idempotent. Nothing where this program's interpreter can't be run again."""
         with self._lock:
             if self._all is None:
+                self._all = []
                 frozen = not sys.executable or getattr(sys, "frozen", False)
-                self._all = [] if frozen else [_Worker() for _ in range(self._count)]
+                with contextlib.suppress(OSError):  # no more of them can be had
+                    for _ in range(0 if frozen else self._count):
+                        self._all.append(_Worker())
                 for one in self._all:
                     self._idle.put(one)
-                if frozen:
+                if not self._all:
                     self._idle.put(None)
 
     def compile(self, source: Any, target: Any, options: dict[str, Any]) -> bool:

@@ -104,3 +104,37 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of random Medusa heads and of a random EAGLE layer for `tiny_model`, by name: most of what they propose
+    is refused."""
+    import torch
+
+    folder, size = tmp_path_factory.mktemp("heads"), 64
+    generator = torch.Generator().manual_seed(0)
+    medusa = {}
+    for head in range(3):
+        medusa[f"{head}.0.linear.weight"] = torch.randn(size, size, generator=generator) * 0.1
+        medusa[f"{head}.0.linear.bias"] = torch.zeros(size)
+    eagle = {"fc.weight": (size, 2 * size), "layers.0.post_attention_layernorm.weight": (size,)}
+    eagle |= {f"layers.0.self_attn.{part}_proj.weight": (size, size) for part in "qkvo"}
+    eagle |= {f"layers.0.mlp.{part}_proj.weight": (size, size) for part in ("gate", "up", "down")}
+    layer = {name: torch.randn(shape, generator=generator) / 8 for name, shape in eagle.items()}
+    config = {"hidden_size": size, "intermediate_size": size, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return {
+        "medusa": _written(folder / "medusa", medusa, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
+        "eagle": _written(folder / "eagle", layer, {**config, "vocab_size": 211, "rope_theta": 10000.0}),
+    }
+
+
+def _written(path: Path, tensors: dict[str, Any], config: dict[str, Any]) -> Path:
+    import json
+
+    from safetensors.torch import save_file
+
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, ClassVar, Self
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pegboard import Engine, PluginError, RequestOutput, SamplingParams
@@ -211,33 +209,6 @@ def test_the_same_tokens_as_without(
     same(found, plain[: len(found)])
     preempted = sum(c.metrics.preemptions for output in found for c in output.completions)
     assert (preempted > 0) == bool(settings)
-
-
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random ones: most of what they propose is refused."""
-    folder, size = tmp_path_factory.mktemp("heads"), 64
-    generator = torch.Generator().manual_seed(0)
-    medusa = {}
-    for head in range(3):
-        medusa[f"{head}.0.linear.weight"] = torch.randn(size, size, generator=generator) * 0.1
-        medusa[f"{head}.0.linear.bias"] = torch.zeros(size)
-    eagle = {"fc.weight": (size, 2 * size), "layers.0.post_attention_layernorm.weight": (size,)}
-    eagle |= {f"layers.0.self_attn.{part}_proj.weight": (size, size) for part in "qkvo"}
-    eagle |= {f"layers.0.mlp.{part}_proj.weight": (size, size) for part in ("gate", "up", "down")}
-    layer = {name: torch.randn(shape, generator=generator) / 8 for name, shape in eagle.items()}
-    config = {"hidden_size": size, "intermediate_size": size, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return {
-        "medusa": _written(folder / "medusa", medusa, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
-        "eagle": _written(folder / "eagle", layer, {**config, "vocab_size": VOCABULARY, "rope_theta": 10000.0}),
-    }
-
-
-def _written(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
-    path.mkdir()
-    save_file(dict(tensors), path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return path
 
 
 @pytest.mark.supports("Decoding", "speculative decoding with trained heads (Medusa, EAGLE), the same tokens as without")

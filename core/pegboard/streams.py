@@ -33,11 +33,14 @@ class Handle:
         self.indices = indices
         self._engine = engine
         self._bound = bound
-        self._ready = threading.Condition()
+        #: The condition's lock, which is taken for each token.
+        self._lock = threading.RLock()
+        self._ready = threading.Condition(self._lock)
         self._waiting: deque[Delta] = deque()
         self._open = set(indices.values())
         self._paused = False
-        self._gathering = False
+        #: Only the `result` is wanted.
+        self.gathering = False
         #: Every delta so far, for `result`.
         self._record: list[Delta] = []
         self._listener: Callable[[], None] | None = None
@@ -90,7 +93,7 @@ class Handle:
     def gather(self) -> None:
         """Only the `result` is wanted: nothing waits for a consumer any more, so nothing pauses."""
         with self._ready:
-            self._gathering = True
+            self.gathering = True
             self._waiting.clear()
             self._release()
 
@@ -119,18 +122,18 @@ class Handle:
 
     def put(self, delta: Delta) -> bool:
         """False: the consumer is behind, pause the request."""
-        with self._ready:
+        with self._lock:
             if delta.index not in self._open:
                 return True
             self._record.append(delta)
-            if not self._gathering:
+            if not self.gathering:
                 self._waiting.append(delta)
             if delta.finish_reason is not None:
                 self._open.discard(delta.index)
             if len(self._waiting) > self._bound and not self._paused and self._open:
                 self._paused = True
             paused, listener = self._paused, self._listener
-            if not self._gathering or delta.finish_reason is not None:  # each waking costs the step's thread a turn
+            if not self.gathering or delta.finish_reason is not None:  # each waking costs the step's thread a turn
                 self._ready.notify_all()
         if listener is not None:
             try:

@@ -89,7 +89,7 @@ class SlotOpening(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probability of one token and of the most probable alternatives, best first."""
 
     token_id: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -40,6 +41,8 @@ class DeviceState:
         self.tables = [torch.zeros(slots + 1, width, dtype=torch.int32, device=device) for width in widths]
         #: Entries that the cache manager dropped: entry = position - dropped.
         self.dropped = [torch.zeros(slots + 1, dtype=torch.int64, device=device) for _ in groups]
+        #: The same on the host, by slot; 0 where nothing stands.
+        self._host_dropped: list[dict[int, int]] = [{} for _ in groups]
         #: True number of tokens whose K/V is written.
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.last_ids = torch.zeros(slots + 1, dtype=torch.int64, device=device)
@@ -49,31 +52,43 @@ class DeviceState:
         self.counting = torch.arange(slots + 2, dtype=torch.int32, device=device)
 
     def apply(self, updates: Sequence[SlotPages]) -> None:
-        """Write the page ids that changed; one upload and two scatters a group."""
+        """Write the page ids that changed, and dropped entries where they did."""
         for group, table in enumerate(self.tables):
             ours = [u for u in updates if u.group == group]
             if not ours:
                 continue
             width = table.shape[1]
             # A later update of the same place wins; a scatter with duplicates would leave that open.
-            pages = {u.slot * width + u.start + i: page for u in ours for i, page in enumerate(u.pages)}
+            self._scatter(
+                table.view(-1),
+                {u.slot * width + u.start + i: page for u in ours for i, page in enumerate(u.pages)},
+            )
+            known = self._host_dropped[group]
             dropped = {u.slot: u.dropped for u in ours}
-            self._scatter((table.view(-1), pages), (self.dropped[group], dropped))
+            changed = {slot: count for slot, count in dropped.items() if known.get(slot, 0) != count}
+            self._scatter(self.dropped[group], changed)
+            known.update(changed)
 
     def upload(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host list as a device tensor, without waiting for the device."""
-        tensor = torch.tensor(values, dtype=dtype)
+        return self._upload(torch.tensor(values, dtype=dtype))
+
+    def _upload(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def _scatter(self, *writes: tuple[Tensor, Mapping[int, int]]) -> None:
-        numbers = [n for _, values in writes for part in (values.keys(), values.values()) for n in part]
-        uploaded, at = self.upload(numbers, torch.int64), 0
-        for target, values in writes:
-            index, found = uploaded[at : at + len(values)], uploaded[at + len(values) : at + 2 * len(values)]
-            target.index_copy_(0, index, found.to(target.dtype))
-            at += 2 * len(values)
+    def _scatter(self, target: Tensor, values: Mapping[int, int]) -> None:
+        """One upload, the values in the target's own dtype behind the places, and one write."""
+        count = len(values)
+        if not count:
+            return
+        own = numpy.dtype(str(target.dtype).removeprefix("torch."))
+        numbers = numpy.zeros(2 * count, dtype=numpy.int64)
+        numbers[:count] = list(values)
+        numbers[count:].view(own)[:count] = list(values.values())
+        uploaded = self._upload(torch.from_numpy(numbers))
+        target.index_copy_(0, uploaded[:count], uploaded[count:].view(target.dtype)[:count])
 
     @property
     def nbytes(self) -> int:

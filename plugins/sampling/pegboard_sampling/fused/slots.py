@@ -57,7 +57,9 @@ class FusedSlots:
         self.device = device
         self._vocab_size = vocab_size
         self._features: list[frozenset[str]] = [frozenset()] * slots
+        #: By slot; equal ones are one object, so that those of a step are told apart without comparing them.
         self._paths = [Path()] * slots
+        self._known: dict[Path, Path] = {path: path for path in self._paths}
         self.floats = torch.zeros(slots, v.FLOATS.value, dtype=torch.float64, device=device)
         self.integers = torch.zeros(slots, v.INTEGERS.value, dtype=torch.int64, device=device)
         self.integers[:, v.LOGPROBS.value] = -1
@@ -68,8 +70,10 @@ class FusedSlots:
         return frozenset().union(*(self._features[slot] for slot in host_slots))
 
     def path(self, host_slots: Iterable[int]) -> Path:
+        paths = self._paths
+        found = {id(path): path for path in [paths[slot] for slot in host_slots]}
         path = Path()
-        for one in {self._paths[slot] for slot in host_slots}:
+        for one in found.values():
             path = path.joined(one)
         return path
 
@@ -100,16 +104,17 @@ class FusedSlots:
         kind = _kind(sampling, self._vocab_size)
         processed = sampling.logprobs is not None and sampling.logprobs_mode == "processed"
         self._features[slot] = features
-        self._paths[slot] = Path(
-            noise=kind == v.NOISE,
-            few=kind == v.FEW,
-            wide=kind == v.WIDE,
+        path = Path(
+            noise=kind.value == v.NOISE.value,
+            few=kind.value == v.FEW.value,
+            wide=kind.value == v.WIDE.value,
             words="penalties" in features or _delays(opening),
             biases="bias" in features,
             logprobs=None if sampling.logprobs is None else min(sampling.logprobs, self._vocab_size),
             raw=sampling.logprobs is not None and not processed,
             processed=processed,
         )
+        self._paths[slot] = self._known.setdefault(path, path)
         flags = (
             (v.PENALTIES.value if "penalties" in features else 0)
             | (v.BIAS.value if "bias" in features else 0)

@@ -51,13 +51,13 @@ class Emission:
 
     def accept(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
         """Text to stream, how many of the tokens belong to the output, and whether a stop string ended it."""
+        if self.matcher is None:
+            self.output_tokens += len(tokens)
+            return self.detokenizer.push(tokens) if self.detokenizer is not None else "", len(tokens), False
         pieces: list[str] = []
         for taken, token in enumerate(tokens, start=1):
             self.output_tokens += 1
             text = self.detokenizer.push((token,)) if self.detokenizer is not None else ""
-            if self.matcher is None:
-                pieces.append(text)
-                continue
             released, stopped = self.matcher.push(text, self.output_tokens >= self.sampling.min_tokens)
             pieces.append(released)
             if stopped:
@@ -151,6 +151,8 @@ class Emitter:
             self.forget(progress.id)
         if not (text or taken or progress.prompt_logprobs or reason):
             return None
+        if reason is None and not (logprobs or progress.prompt_logprobs):
+            return Delta(index=emission.index, text=text, token_ids=progress.tokens[:taken])
         return Delta(
             index=emission.index,
             text=text,

@@ -141,8 +141,12 @@ class LocalExecutor(Executor):
         if device != "cpu":
             torch.cuda.synchronize(device)  # steps run in another stream than this thread's
         executor = cls(made_runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
-        with executor._on_device():
-            runner.rehearse()
+        try:
+            with executor._on_device():
+                runner.rehearse()
+        except BaseException:  # it has a stream, and memory, to give back
+            executor.close()
+            raise
         return executor
 
     @classmethod

@@ -103,8 +103,9 @@ class SamplerNeed(msgspec.Struct, frozen=True, kw_only=True):
     #: Slots are 0 .. slots-1. The runner may keep the last one for the idle rows of captured steps.
     slots: int
     max_length: int
-    #: Drafts a row at most (verify).
+    #: Drafts a row at most (verify), and whether they are trees.
     max_drafts: int = 0
+    trees: bool = False
     batch_invariant: bool = False
     #: Of the logits; None: not known yet, any.
     dtype: str | None = None

@@ -15,9 +15,32 @@ from pegboard.contracts.cache import CacheGroup
 from pegboard.contracts.scheduler import SlotPages
 
 
+class DraftTrees:
+    """Of each draft in `DeviceState.drafts` its parent (see `Drafts.parents`), how many drafts lead to it, itself
+    counted, and its ancestors among the queries of its row, as bits: the last token is query 0, draft i query 1 + i."""
+
+    def __init__(self, drafts: Tensor) -> None:
+        self.parents, self.depths = torch.zeros_like(drafts), torch.ones_like(drafts)
+        self.ancestors = torch.ones_like(drafts)
+
+    def put(self, slots: Tensor, parents: Tensor) -> None:
+        """parents [R, k] of the slots' next drafts."""
+        first = torch.ones_like(slots)
+        ancestors, depths = [first], [torch.zeros_like(slots)]
+        for draft in range(parents.shape[1]):
+            parent = parents[:, draft : draft + 1]
+            ancestors.append(torch.stack(ancestors, 1).gather(1, parent)[:, 0] | 1 << (draft + 1))
+            depths.append(torch.stack(depths, 1).gather(1, parent)[:, 0] + 1)
+        places = torch.arange(parents.shape[1], device=parents.device)
+        at = (slots[:, None], places)
+        self.parents.index_put_(at, parents)
+        self.depths.index_put_(at, torch.stack(depths[1:], 1))
+        self.ancestors.index_put_(at, torch.stack(ancestors[1:], 1))
+
+
 class DeviceState:
     """Tables [slots + 1, P] int32 a group; dropped [slots + 1] a group; lengths and last_ids [slots + 1] int64;
-    drafts [slots + 1, k] int64.
+    drafts [slots + 1, k] int64, and how they hang together where they are trees.
 
     The last slot, `idle`, is of rows that only fill a step up: it stays empty, and its pages are the null page."""
 
@@ -29,6 +52,7 @@ class DeviceState:
         page_size: int,
         decode_width: int,
         device: str,
+        trees: bool = False,
     ) -> None:
         self.page_size = page_size
         self.groups = tuple(groups)
@@ -48,6 +72,7 @@ class DeviceState:
         self.last_ids = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         #: What was proposed for the step that runs; -1: nothing.
         self.drafts = torch.full((slots + 1, decode_width - 1), -1, dtype=torch.int64, device=device)
+        self.trees = DraftTrees(self.drafts) if trees else None
         #: 0, 1, 2, ...: where each row's query starts when each has one.
         self.counting = torch.arange(slots + 2, dtype=torch.int32, device=device)
 
@@ -68,6 +93,13 @@ class DeviceState:
             changed = {slot: count for slot, count in dropped.items() if known.get(slot, 0) != count}
             self._scatter(self.dropped[group], changed)
             known.update(changed)
+
+    def place(self, group: int, slots: Tensor, positions: Tensor) -> Tensor:
+        """[N, W] flat entries of positions [N, W] of slots [N]."""
+        table = self.tables[group]
+        entries = (positions - self.dropped[group][slots][:, None]).clamp_(min=0)
+        pages = table[slots[:, None], (entries // self.page_size).clamp_(max=table.shape[1] - 1)].long()
+        return pages * self.page_size + entries % self.page_size
 
     def upload(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host list as a device tensor, without waiting for the device."""
@@ -93,4 +125,4 @@ class DeviceState:
     @property
     def nbytes(self) -> int:
         tensors = [*self.tables, *self.dropped, self.lengths, self.last_ids, self.drafts, self.counting]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors) + (0 if self.trees is None else 3 * self.drafts.nbytes)

@@ -72,6 +72,8 @@ class Drafting:
         kept = self._state.drafts
         ids = torch.nn.functional.pad(made.ids, (0, kept.shape[1] - made.ids.shape[1]), value=-1)
         kept.index_copy_(0, slots, ids)
+        if self._state.trees is not None and made.parents is not None:
+            self._state.trees.put(slots, made.parents)
         kept[self._state.idle].fill_(-1)
         self._probs = made.probs
         return made.ids
@@ -106,9 +108,12 @@ class Drafting:
 
     def _check(self, made: Drafts, rows: int, drafts: int) -> None:
         name = type(self._speculator).__name__
-        if made.parents is not None:
-            raise PluginError(f"{name}.propose gave a tree of drafts; chains are all that the runner verifies yet")
         shape = tuple(made.ids.shape)
+        if (made.parents is None) != (self._state.trees is None):
+            said, gave = ("trees", "a chain") if made.parents is None else ("chains", "a tree")
+            raise PluginError(f"{name}.describe said that it drafts {said}, and propose gave {gave}")
+        if made.parents is not None and (made.parents.shape != made.ids.shape or made.probs is not None):
+            raise PluginError(f"{name}.propose gave a tree with probs, or without a parent of each draft")
         if len(shape) != 2 or shape[0] != rows or shape[1] > drafts:
             raise PluginError(f"{name}.propose gave ids {list(shape)} for {rows} rows of at most {drafts} drafts")
 

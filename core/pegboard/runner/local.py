@@ -104,7 +104,8 @@ class LocalExecutor(Executor):
         selection, needs = survey.selection, survey.needs
         model = load_model(made, survey, cls._quantizer(selection, needs), report)
         ops, speculator = selection.create("ops", needs.ops), cls._speculator(survey)
-        hidden = "none" if survey.speculation is None else survey.speculation.hidden
+        speculation = survey.speculation
+        hidden = "none" if speculation is None else speculation.hidden
         if speculator is not None and hidden != "none":
             speculator.attach(ModelEnds(model, ops, torch_dtype(made.dtype), made.vocab_limit))
         parts = RunnerParts(
@@ -116,6 +117,7 @@ class LocalExecutor(Executor):
             sampler=selection.create("sampler", needs.sampler),
             speculator=speculator,
             hidden=hidden,
+            tree_depth=None if speculation is None else speculation.depth,
             processors=survey.make_processors(),
         )
         runner = ModelRunner(

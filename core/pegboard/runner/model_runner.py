@@ -84,7 +84,8 @@ class ModelRunner:
         adapts: bool = False,
     ) -> None:
         self._limits, self._vocab_limit = limits, vocab_limit
-        self._state = DeviceState(groups, limits.rows, limits.length, page_size, limits.decode_width, device)
+        trees = parts.tree_depth is not None
+        self._state = DeviceState(groups, limits.rows, limits.length, page_size, limits.decode_width, device, trees)
         self._uploads = Uploads(self._state.device, most_packed(limits))
         self._preparing = Preparing(limits, self._state.idle)
         self.device = device
@@ -95,7 +96,9 @@ class ModelRunner:
         #: While kernels compile, and what may be recorded once they are there.
         self._compilation: Compilation | None = None
         self._ahead: set[Hashable] = set()
-        self._drafts = None if parts.speculator is None else DraftLimits(limits.decode_width - 1, adapts)
+        most, self._drafts = limits.decode_width - 1, None
+        if parts.speculator is not None:
+            self._drafts = DraftLimits(most, adapts, parts.tree_depth)
         self._processing = Processing(parts.processors, self._state.upload)
         self._use(parts)
 

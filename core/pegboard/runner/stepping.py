@@ -41,12 +41,13 @@ class RunnerParts:
         sampler: Sampler,
         speculator: Speculator | None = None,
         hidden: Literal["none", "kept", "all"] = "none",
+        tree_depth: int | None = None,
         processors: Mapping[str, LogitsProcessor] = MappingProxyType({}),
     ) -> None:
         self.model, self.spec, self.ops = model, spec, ops
         self.prefill, self.decode, self.sampler = prefill, decode, sampler
-        #: And the hidden states that it asks for (`SpeculatorSpec.hidden`).
-        self.speculator, self.hidden = speculator, hidden
+        #: And the hidden states that it asks for, and the depth of its trees (`SpeculatorSpec`).
+        self.speculator, self.hidden, self.tree_depth = speculator, hidden, tree_depth
         #: Logits processors by name, in the order in which they run.
         self.processors = processors
 
@@ -163,7 +164,7 @@ class Stepping:
             query_start=begin,
             positions=positions,
             ids=ids,
-            parents=None,
+            parents=None if verifying.parents is None else verifying.parents[:queries],
             probs=self.drafting.probs(host_slots, host_queries),
             host_slots=host_slots,
             host_queries=host_queries,
@@ -176,12 +177,27 @@ class Stepping:
         state.lengths.index_copy_(0, slots, positions - 1 + kept)
         hidden = computed.chosen_from
         if hidden is not None:
-            inside = torch.arange(output.ids.shape[1], device=ids.device)
-            hidden = hidden[(begin[:-1, None] + inside).clamp_(max=queries - 1)]
+            hidden = hidden[begin[:-1, None] + output.path.clamp(min=0)]
+        if verifying.parents is not None:
+            self._compact(slots, positions - 1, output.path)
         self.drafting.observe(slots, output.ids, hidden)
         real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
         drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
         return Chosen(output.ids, output.logprobs, kept, drafted)
+
+    def _compact(self, slots: Tensor, starts: Tensor, path: Tensor) -> None:
+        """Entries of kept queries, path [N, W] with -1 beyond, move behind one another from starts [N] on."""
+        state, parts = self._state, self._parts
+        inside = torch.arange(path.shape[1], device=path.device)
+        kept = path >= 0
+        source, target = starts[:, None] + path.clamp(min=0), starts[:, None] + inside
+        for index, group in enumerate(state.groups):
+            if group.kind == "state":
+                continue
+            moved = [torch.where(kept, state.place(index, slots, one), 0).flatten() for one in (source, target)]
+            for cache in self._caches:
+                if cache.group == index:
+                    parts.ops.move_entries(cache, *moved)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N, V]"""

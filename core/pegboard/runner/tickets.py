@@ -99,10 +99,7 @@ class Ticket:
         spent = self._host_seconds + perf_counter() - begin
         report = None
         if self._measured is not None:
-            places = range(max(drafted, default=0))
-            proposed = [sum(there > place for there in drafted) for place in places]
-            accepted = [sum(len(ids) - 1 > place for ids in chosen) for place in places]
-            report = self._measured.over(proposed, accepted, sum(len(ids) for ids in chosen))
+            report = self._measured.over(drafted, [len(ids) for ids in chosen])
         return StepResult(step=self.plan.id, rows=rows, host_seconds=spent, drafts=report)
 
     def _plain_rows(self) -> tuple[RowResult, ...] | None:

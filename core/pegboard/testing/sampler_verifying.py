@@ -82,7 +82,9 @@ class SamplerVerifying(SamplerChoices, standard=True):
                 size = width if slot == trial % len(openings) else draw.randint(1, width)
                 own = [-1, *(draw.randrange(query) for query in range(1, size))]
                 logits.append(self.logits(size, vocab, dtype, seed=100 * trial + slot))
-                ids, path, way, here = [0] * size, [], [], 0
+                ids, here = [0] * size, 0
+                path: list[int] = []
+                way: list[int] = []
                 for query in range(size):  # of one parent no two drafts are alike
                     children = [child for child in range(size) if own[child] == query]
                     for child, id in zip(children, draw.sample(range(vocab), len(children)), strict=True):

@@ -23,11 +23,12 @@ from pegboard.contracts.speculator import (
 from pegboard.devices import torch_device
 from pegboard.hub import resolve_model
 
-from .drawing import DraftDraws
+from .drawing import make_draws
 from .eagle_layer import EagleLayer, EagleShape, attend_where
 from .eagle_training import EagleTrainer
 from .head_files import HeadFiles
 from .history import TokenHistory
+from .last_states import LastStates
 from .options import EagleOptions
 
 #: Entries of a prompt that run at a time.
@@ -53,12 +54,11 @@ class EagleSpeculator(Speculator):
         self._need, self._path = need, resolve_model(options.model)
         self._device = torch.device(torch_device(need.device))
         self._drafts, self._entries = options.drafts, _entries(need, options)
-        self._draws = DraftDraws(need.slots, options.candidates, need.wants_probs, self._device)
+        self._candidates = options.candidates
         self._history = TokenHistory(need.slots, need.max_length, self._device)
         self._base = torch.zeros(need.slots, dtype=torch.int64, device=self._device)
-        #: Slots that have no entry yet, and those whose state is that of their own text.
+        #: Slots that have no entry yet.
         self._fresh = torch.ones(need.slots, dtype=torch.bool, device=self._device)
-        self._known = torch.zeros(need.slots, dtype=torch.bool, device=self._device)
 
     @classmethod
     def refusals(cls, need: SpeculatorNeed, options: EagleOptions) -> Sequence[str]:
@@ -91,23 +91,21 @@ class EagleSpeculator(Speculator):
             shape = EagleShape.read(files, need.target)
             self._layer = EagleLayer.load(files, shape, target.dtype, self._device, self._entries)
         self._target = target
+        self._draws = make_draws(need, need.device, target.dtype, self._candidates)
         config = shape.config
-
-        def zeros(*size: int) -> Tensor:
-            return torch.zeros(need.slots, *size, dtype=target.dtype, device=self._device)
-
         #: [slots, entries, K, D]; the last entry is for what belongs nowhere.
-        self._keys = zeros(self._entries, config.kv_heads, config.head_size)
+        size = (need.slots, self._entries, config.kv_heads, config.head_size)
+        self._keys = torch.zeros(size, dtype=target.dtype, device=self._device)
         self._values = torch.zeros_like(self._keys)
-        #: [slots, E]: the expected state after each slot's last token.
-        self._last = zeros(config.hidden_size)
+        #: The expected state after each slot's last token.
+        self._last = LastStates(need.slots, config.hidden_size, target.dtype, self._device)
 
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._history.open(openings)
         self._draws.open(openings)
+        self._last.open(openings)
         for opening in openings:
             self._fresh[opening.slot] = True
-            self._known[opening.slot] = False
 
     def observe_prompt(self, slot: int, start: int, hidden: Tensor) -> None:
         slots = torch.full((1,), slot, device=self._device)
@@ -122,7 +120,7 @@ class EagleSpeculator(Speculator):
     def propose(self, context: DraftContext) -> Drafts:
         slots = context.slots
         reach = self._reach(context.positions, context.drafts)
-        state, one = self._last[slots], torch.ones_like(slots)
+        state, one = self._last.of(slots), torch.ones_like(slots)
         ids: list[Tensor] = []
         probs: list[Tensor] = []
         for draft in range(min(context.drafts, self._drafts)):
@@ -132,7 +130,7 @@ class EagleSpeculator(Speculator):
             chosen, distribution = self._draws.choose(self._target.head(state), slots, place + 1)
             ids.append(chosen)
             probs += [] if distribution is None else [distribution]
-        found = torch.stack(ids, 1).masked_fill_(~self._known[slots][:, None], -1)
+        found = self._last.without_unknown(slots, torch.stack(ids, 1))
         return Drafts(ids=found, probs=torch.stack(probs, 1) if probs else None)
 
     def observe(self, slots: Tensor, ids: Tensor, count: Tensor) -> None:
@@ -145,9 +143,7 @@ class EagleSpeculator(Speculator):
         self._begin(slots, starts, kept)
         hidden = torch.where(inside[..., None], hidden, 0)  # beyond it may be NaN
         states = self._forward(slots, starts, ids.clamp(min=0), hidden, count, self._reach(starts, ids.shape[1]))
-        last = states[torch.arange(slots.shape[0], device=slots.device), (count - 1).clamp(min=0)]
-        self._last.index_copy_(0, slots, torch.where(kept[:, None], last, self._last[slots]))
-        self._known.index_copy_(0, slots, kept | self._known[slots])
+        self._last.keep(slots, states, count)
 
     def _begin(self, slots: Tensor, starts: Tensor, kept: Tensor) -> None:
         """A slot's first entry is the first that it is told."""

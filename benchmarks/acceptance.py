@@ -115,7 +115,9 @@ class Coin(Speculator):
 class CoinPlugin:
     @hookimpl
     def pegboard_parts(self) -> tuple[Part, ...]:
-        return (Part(role="speculator", name="coin", factory=Coin, options=CoinOptions, summary="as often right as set"),)
+        return (
+            Part(role="speculator", name="coin", factory=Coin, options=CoinOptions, summary="as often right as set"),
+        )
 
 
 def seconds_of_draft(coin: Coin, drafts: int) -> float:

@@ -69,8 +69,9 @@ class Drafting:
         context = DraftContext(slots=slots, last_ids=last_ids, positions=positions, taps=(), batch=None, drafts=drafts)
         made = self._speculator.propose(context)
         self._check(made, slots.shape[0], drafts)
-        kept = self._state.drafts
-        ids = torch.nn.functional.pad(made.ids, (0, kept.shape[1] - made.ids.shape[1]), value=-1)
+        ids, kept = made.ids, self._state.drafts[:, :drafts]  # the step reads no others
+        if ids.shape[1] < drafts:
+            ids = torch.nn.functional.pad(ids, (0, drafts - ids.shape[1]), value=-1)
         kept.index_copy_(0, slots, ids)
         kept[self._state.idle].fill_(-1)
         self._probs = made.probs

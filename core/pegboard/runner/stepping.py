@@ -187,13 +187,19 @@ class Stepping:
         # A row that had ended before keeps nothing
         state.last_ids.index_copy_(0, slots, torch.where(kept > 0, last.clamp(min=0), state.last_ids[slots]))
         state.lengths.index_copy_(0, slots, positions - 1 + kept)
-        hidden = computed.chosen_from
-        if hidden is not None:
-            inside = torch.arange(output.ids.shape[1], device=ids.device)
-            hidden = hidden[(begin[:-1, None] + inside).clamp_(max=queries - 1)]
-        self.drafting.observe(slots, output.ids, hidden)
-        real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
-        drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
+        hidden, chosen = computed.chosen_from, output.ids
+        if len(set(host_queries)) == 1:  # as in a padded step: nothing must be gathered
+            each = host_queries[0]
+            drafted = (ids.view(count, each)[:, 1:] >= 0).sum(1)
+            chosen = chosen[:, :each]
+            hidden = None if hidden is None else hidden[:queries].view(count, each, -1)
+        else:
+            real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
+            drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
+            if hidden is not None:
+                inside = torch.arange(chosen.shape[1], device=ids.device)
+                hidden = hidden[(begin[:-1, None] + inside).clamp_(max=queries - 1)]
+        self.drafting.observe(slots, chosen, hidden)
         return Chosen(output.ids, output.logprobs, kept, drafted)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -154,8 +154,10 @@ class VerifyRows(msgspec.Struct, frozen=True, kw_only=True):
     #: [T, V] draft distributions for `rejection`, that of the first query of a row arbitrary; or None.
     probs: Tensor | None
     host_slots: tuple[int, ...]
-    #: Queries of each row, when the host knows them; T is their sum.
+    #: Queries of each row, when the host knows them, those of idle ones too; T is their sum.
     host_queries: tuple[int, ...] | None = None
+    #: As in SampleRows; idle rows then come last, and keep what they like.
+    key: Hashable = None
 
 
 class VerifyOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from .device_state import DeviceState
 from .preparing import PreparedRows, Preparing
 from .processing import Processing, rescore
 from .recording import Recordings, ResultT
-from .rehearsal import Rehearsal, choice_key, shapes_ahead
+from .rehearsal import Rehearsal, choice_key, shapes_ahead, verification_key
 from .step_shape import Limits, StepShape, padded_shape
 from .stepping import Chosen, Computed, RunnerParts, Stepping
 from .tickets import Ticket
@@ -200,8 +200,8 @@ class ModelRunner:
         run = self._recordings.run if padded and self._recordings is not None else _plainly
         observes = self._parts.speculator is None or self._parts.speculator.capturable
         processes = self._processing.wanted(ready.sampled)
-        told = self._parts.hidden == "all" and not shape.chain
-        if not padded or not sampler.capturable or not observes or shape.drafts or processes or told:
+        told = self._parts.hidden == "all" and shape.prompts
+        if not padded or not sampler.capturable or not observes or processes or told:
             computed = run((shape,), lambda: stepping.compute(shape, vector))
             if computed.states is not None and stepping.drafting is not None:
                 stepping.drafting.observe_prompts(
@@ -220,9 +220,12 @@ class ModelRunner:
 
         def work() -> tuple[Computed, Chosen]:
             computed = stepping.compute(shape, vector)
+            if shape.drafts:
+                return computed, stepping.verify(computed, host_slots, (1 + shape.drafts,) * shape.verified, key)
             return computed, stepping.choose(computed, host_slots, key)
 
-        computed, chosen = run((shape, choice_key(shape.samples, key)), work)
+        last = verification_key(shape, key) if shape.drafts else choice_key(shape.samples, key)
+        computed, chosen = run((shape, last), work)
         return computed, chosen, {}
 
     def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:

@@ -50,6 +50,11 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.decode is None else self.decode.tokens
 
     @property
+    def prompts(self) -> bool:
+        """Some of its tokens may be followed by known ones: not each of them leads to a choice."""
+        return not self.chain and not (self.drafts and self.samples == self.tokens)
+
+    @property
     def bounds(self) -> Bounds:
         parts = [part for part in (self.decode, self.prefill) if part is not None]
         return Bounds(

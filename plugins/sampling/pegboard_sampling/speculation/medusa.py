@@ -23,8 +23,9 @@ from pegboard.contracts.speculator import (
 from pegboard.devices import torch_device
 from pegboard.hub import resolve_model
 
-from .drawing import DraftDraws
+from .drawing import make_draws
 from .head_files import HeadFiles
+from .last_states import LastStates
 from .medusa_heads import MedusaFile, MedusaHeads
 from .medusa_training import MedusaTrainer
 from .options import MedusaOptions
@@ -40,13 +41,10 @@ class MedusaSpeculator(Speculator):
     capturable = True
 
     def __init__(self, need: SpeculatorNeed, options: MedusaOptions) -> None:
-        self._path, self._target_spec = resolve_model(options.model), need.target
+        self._path = resolve_model(options.model)
         self._drafts, _ = _read(need, options)
         self._device = torch.device(torch_device(need.device))
-        self._draws = DraftDraws(need.slots, options.candidates, need.wants_probs, self._device)
-        self._slots = need.slots
-        #: Whether a slot's state is that of its own text.
-        self._known = torch.zeros(need.slots, dtype=torch.bool, device=self._device)
+        self._need, self._candidates = need, options.candidates
 
     @classmethod
     def refusals(cls, need: SpeculatorNeed, options: MedusaOptions) -> Sequence[str]:
@@ -70,20 +68,21 @@ class MedusaSpeculator(Speculator):
         return MedusaTrainer(training)
 
     def attach(self, target: DraftTarget) -> None:
+        need = self._need
         self._target = target
-        self._heads = MedusaHeads.load(self._path, self._target_spec, self._drafts, target.dtype, self._device)
-        #: [slots, E]: what each slot's last token was chosen from.
-        self._last = torch.zeros(self._slots, self._target_spec.hidden_size, dtype=target.dtype, device=self._device)
+        self._draws = make_draws(need, need.device, target.dtype, self._candidates)
+        self._heads = MedusaHeads.load(self._path, need.target, self._drafts, target.dtype, self._device)
+        #: What each slot's last token was chosen from.
+        self._last = LastStates(need.slots, need.target.hidden_size, target.dtype, self._device)
 
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._draws.open(openings)
-        for opening in openings:
-            self._known[opening.slot] = False
+        self._last.open(openings)
 
     def propose(self, context: DraftContext) -> Drafts:
         slots, count = context.slots, min(context.drafts, self._drafts)
         rows = slots.shape[0]
-        states = self._heads.states(self._last[slots], count)
+        states = self._heads.states(self._last.of(slots), count)
         if self._heads.outputs is None:
             logits = self._target.head(states.flatten(0, 1))
         else:
@@ -91,17 +90,14 @@ class MedusaSpeculator(Speculator):
         ahead = torch.arange(1, count + 1, device=slots.device)
         positions = (context.positions + ahead[:, None]).flatten()
         ids, probs = self._draws.choose(logits, slots.repeat(count), positions)
-        found = ids.view(count, rows).t().masked_fill(~self._known[slots][:, None], -1)
+        found = self._last.without_unknown(slots, ids.view(count, rows).t())
         return Drafts(ids=found, probs=None if probs is None else probs.view(count, rows, -1).transpose(0, 1))
 
     def observe(self, slots: Tensor, ids: Tensor, count: Tensor) -> None:
         """All that it must know comes with the states."""
 
     def observe_hidden(self, slots: Tensor, ids: Tensor, count: Tensor, hidden: Tensor) -> None:
-        kept = count > 0
-        last = hidden[torch.arange(slots.shape[0], device=slots.device), (count - 1).clamp(min=0)]
-        self._last.index_copy_(0, slots, torch.where(kept[:, None], last, self._last[slots]))
-        self._known.index_copy_(0, slots, kept | self._known[slots])
+        self._last.keep(slots, hidden, count)
 
 
 def _read(need: SpeculatorNeed, options: MedusaOptions) -> tuple[int, int]:

@@ -250,7 +250,7 @@ def test_the_same_tokens_as_without(
     [("local", 0, ROOMY), ("local", 2, TIGHT), ("ahead", 1, TIGHT)],
     ids=["local", "tight", "ahead"],
 )
-@pytest.mark.parametrize("name", ["medusa", "eagle"])
+@pytest.mark.parametrize("name", ["medusa", "medusa tree", "eagle"])
 def test_heads_give_the_same_tokens(
     model: Path,
     heads: dict[str, Path],
@@ -260,7 +260,9 @@ def test_heads_give_the_same_tokens(
     run_ahead: int,
     settings: dict[str, Any],
 ) -> None:
-    speculator = {"use": name, "options": {"model": str(heads[name])}}
+    kind, *tree = name.split()
+    options = {"model": str(heads[kind])} | ({"choices": [[0], [0, 0], [1], [0, 1], [1, 0], [2]]} if tree else {})
+    speculator = {"use": kind, "options": options}
     found = outputs(
         model, speculator=speculator, executor=executor, run_ahead=run_ahead, again=bool(settings), **settings
     )
@@ -294,6 +296,7 @@ def test_observers_and_stats_tell_what_became_of_drafts(model: Path, plain: list
     assert stats.mean_length > 1.5
 
 
+@pytest.mark.supports("Decoding", "trees of drafts, the same tokens as without")
 def test_paths_through_trees_are_kept(model: Path, plain: list[RequestOutput]) -> None:
     """Counts are by place along the path; acceptance is what the proposer knows, so paths have gaps to close."""
     with Engine(model, device="cpu", plugins=[Parts()], speculator="bush", adapt_drafts=False) as engine:

@@ -63,13 +63,9 @@ class TorchDraws(DraftDraws):
             self._seeds[opening.slot] = (opening.seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
     def choose(self, logits: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        values, ids = logits.topk(min(self._candidates, logits.shape[1]))
-        temperature = self._temperatures[slots][:, None]
-        greedy = temperature == 0
-        scores = (values - values[:, :1]).double() / temperature.masked_fill(greedy, 1.0)
+        ids, values, scores, noise, greedy = self._perturbed(logits, slots, positions)
         # The first of equals, as the target does
         scores = torch.where(greedy, torch.where(values == values[:, :1], -ids.double(), -torch.inf), scores)
-        noise = gumbel(self._seeds[slots], positions, ids).masked_fill_(greedy, 0.0)
         place = (scores + noise).argmax(-1, keepdim=True)
         chosen = ids.gather(1, place)
         if not self._wants_probs:
@@ -77,6 +73,20 @@ class TorchDraws(DraftDraws):
         shares = torch.where(greedy, (ids == chosen).double(), scores.softmax(-1))
         spread = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
         return chosen[:, 0], spread.scatter_(1, ids, shares.float())
+
+    def best(self, logits: Tensor, slots: Tensor, positions: Tensor, count: int) -> Tensor:
+        """[R, count] different ids, the one that `choose` gives first but for equal logits."""
+        ids, _, scores, noise, _ = self._perturbed(logits, slots, positions)
+        return ids.gather(1, (scores + noise).topk(count).indices)
+
+    def _perturbed(self, logits: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Of the candidates ids, logits, scores and noise [R, c]; which rows are greedy [R, 1]: they have no noise."""
+        values, ids = logits.topk(min(self._candidates, logits.shape[1]))
+        temperature = self._temperatures[slots][:, None]
+        greedy = temperature == 0
+        scores = (values - values[:, :1]).double() / temperature.masked_fill(greedy, 1.0)
+        noise = gumbel(self._seeds[slots], positions, ids).masked_fill_(greedy, 0.0)
+        return ids, values, scores, noise, greedy
 
 
 class SampledDraws(DraftDraws):

@@ -172,8 +172,10 @@ def test_an_engine_that_waits_for_its_first_request_records(
 ) -> None:
     """By then all is compiled, and the first step might be recorded in a thread that has launched nothing yet."""
     engine = make_engine(path, **SETTINGS)
-    runner, end = engine._phases.executor._runner, time.monotonic() + 120
-    while not runner._compilation.over() and time.monotonic() < end:
+    kernels = engine._phases.executor._runner._compilation._mode.kernels.values()
+    end = time.monotonic() + 120
+    while not all(kernel.future is not None and kernel.future.done() for kernel in kernels):
+        assert time.monotonic() < end
         time.sleep(0.1)
     for salt in "ab":
         engine.generate([Request(prompt=r.prompt, sampling=r.sampling, salt=salt) for r in requests(8)])

@@ -75,10 +75,10 @@ def adjusted(
         penalised = (flags & PENALTIES) != 0
         if early | penalised:
             word = tl.load(words + slot * vocab + ids, mask=real, other=0)
-            count = word >> COUNT_SHIFT
             if WORDS == DRAFT_WORDS:
                 for back in range(tl.load(places + row).to(tl.int32)):
-                    count += (tl.load(queries + row - back) == ids).to(tl.int32)
+                    word += tl.where(tl.load(queries + row - back).to(tl.int32) == ids, CHOSEN_ONCE, 0)
+            count = word >> COUNT_SHIFT
             repetition = number(floats, slot, REPETITION).to(tl.float32)
             presence = number(floats, slot, PRESENCE).to(tl.float32)
             frequency = number(floats, slot, FREQUENCY).to(tl.float32)

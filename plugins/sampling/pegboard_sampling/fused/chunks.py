@@ -13,6 +13,9 @@ from . import values as v
 
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
+#: Points of a chunk's profile, and how many of them lie at fixed depths: scores below the chunk's maximum.
+POINTS, _COARSE = tl.constexpr(8), tl.constexpr(3)
+_DEPTHS = tl.constexpr((3.0, 6.0, 10.0, 18.0))
 
 
 @triton.jit
@@ -22,6 +25,35 @@ def _relative(x, peak, temperature):
         x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
         peak = 0.0
     return (x - peak) * v.inverse(temperature)
+
+
+@triton.jit
+def _depth(STEP: tl.constexpr):
+    return tl.full([], _DEPTHS[STEP], tl.float32)
+
+
+@triton.jit
+def _weigh(x, weights, logit, profile, offset):
+    """A point of a profile."""
+    heavy = tl.sum(tl.ravel(tl.where(x >= logit, weights, 0.0)), 0)
+    tl.store(profile, logit)
+    tl.store(profile + offset, heavy)
+    return heavy
+
+
+@triton.jit
+def _profile(x, weights, greatest, temperature, wanted, profile, offset):
+    """Of a chunk: at some depths, then between those that `wanted`, its share of top-p, lies between. Tokens of a row
+    whose chunks are alike, or of which one chunk has most of the mass, end nearby."""
+    begin, end = tl.full([], 0, tl.float32), _depth(0)
+    for step in tl.static_range(_COARSE):
+        depth = _depth(step)
+        short = _weigh(x, weights, greatest - temperature * depth, profile + step, offset) < wanted
+        begin = tl.where(short, depth, begin)
+        end = tl.where(short, _depth(step + 1), end)
+    for step in tl.static_range(_COARSE, POINTS):
+        depth = begin + (end - begin) * ((step - _COARSE + 1) / (POINTS - _COARSE + 1))
+        _weigh(x, weights, greatest - temperature * depth, profile + step, offset)
 
 
 @triton.jit(do_not_specialize=["groups", "chunks"])
@@ -40,6 +72,7 @@ def read_chunks(
     statistics,
     chunk_ids,
     counts,
+    profiles,
     stride,
     vocab,
     groups,
@@ -50,11 +83,13 @@ def read_chunks(
     ADDS_NOISE: tl.constexpr,
     KEEPS_GROUPS: tl.constexpr,
     SUMS: tl.constexpr,
+    PROFILES: tl.constexpr,
     REJECTS: tl.constexpr,
     RAW: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N, 2] become 0."""
+    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N] become 0.
+    profiles [N, 2, chunks, POINTS]: some logits, and what a chunk's tokens weigh beside its maximum that reach them."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     kind = v.integer(integers, slot, v.KIND)
@@ -75,15 +110,21 @@ def read_chunks(
     if KEEPS_GROUPS:
         tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
         if chunk == 0:
-            tl.store(counts + row * 2, 0)
-            tl.store(counts + row * 2 + 1, 0)
+            tl.store(counts + row, 0)
     if SUMS:
         sums = (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0)
         if REJECTS:
             sums |= kind == v.NOISE
         if sums:
-            scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
-            tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(v.exp(scores, FAST)), 0))
+            temperature = v.temperature_of(floats, integers, slot)
+            weights = v.exp(v.score(x, greatest, temperature), FAST)
+            total = tl.sum(tl.ravel(weights), 0)
+            tl.store(at + v.SUM * chunks, total)
+            if PROFILES:
+                top_p = v.number(floats, slot, v.TOP_P).to(tl.float32)
+                if (kind == v.WIDE) & (v.integer(integers, slot, v.TOP_K) == 0) & (top_p < 1):
+                    profile = profiles + (row * 2 * chunks + chunk) * POINTS
+                    _profile(x, weights, greatest, temperature, top_p * total, profile, chunks * POINTS)
     if ADDS_NOISE:
         if kind == v.NOISE:
             temperature = v.temperature_of(floats, integers, slot)

@@ -24,9 +24,11 @@ from .slots import FusedSlots, Path
 from .workspace import CHUNK_GROUPS, Workspace
 
 #: Undecided tokens that a program weighs, and parts, at a time.
-_SELECT_BLOCK, _SELECT_PART = 512, 2048
+_SELECT_BLOCK, _SELECT_PART = 256, 1024
 #: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
+#: Of those for a row of which little is left.
+_BRACKET_WARPS, _SELECT_WARPS = 4, 8
 
 
 class Choices(NamedTuple):
@@ -130,6 +132,7 @@ class Passes:
             work.statistics,
             work.chunk_ids,
             work.counts,
+            work.profiles,
             logits.stride(0),
             self._vocab_size,
             work.groups,
@@ -139,6 +142,7 @@ class Passes:
             ADDS_NOISE=path.noise,
             KEEPS_GROUPS=path.few or path.wide or path.processed,
             SUMS=path.wide or path.processed or rejects,
+            PROFILES=path.wide,
             REJECTS=rejects,
             RAW=path.raw,
             FAST=self._fast,
@@ -147,38 +151,42 @@ class Passes:
 
     def _select(self, choices: Choices, path: Path, ids: Tensor) -> None:
         work, logits, state = self._workspace, choices.logits, self._state(choices, path)
-        count, listed, adjustments = logits.shape[0], work.listed, self._adjustments(choices, path)
-        bracket[(work.chunks, count)](
-            logits,
+        count, listed, sizes = logits.shape[0], work.listed, self._row_sizes
+        bracket[(count,)](
             choices.slots,
-            *state,
+            *state[:2],
             work.maxima,
             work.statistics,
-            work.counts,
             work.profiles,
             work.brackets,
-            logits.stride(0),
+            work.totals,
             self._vocab_size,
             work.groups,
             work.chunks,
-            CHUNK_GROUPS=CHUNK_GROUPS,
-            **self._row_sizes,
-            **adjustments,
-            FAST=self._fast,
-            num_warps=_READ_WARPS,
+            **sizes,
+            num_warps=_BRACKET_WARPS,
         )
         gather_candidates[(work.chunks, count)](
             logits,
             choices.slots,
+            choices.positions,
             *state,
+            work.maxima,
+            work.statistics,
+            work.chunk_ids,
             work.counts,
             work.brackets,
+            work.totals,
+            work.weights,
             listed,
             logits.stride(0),
             self._vocab_size,
+            work.groups,
+            work.chunks,
             listed.shape[2],
             CHUNK_GROUPS=CHUNK_GROUPS,
-            **adjustments,
+            **self._adjustments(choices, path),
+            FAST=self._fast,
             num_warps=_HEAVY_READ_WARPS,
         )
         select[(count,)](
@@ -186,21 +194,24 @@ class Passes:
             choices.positions,
             *state[:2],
             work.statistics,
+            work.chunk_ids,
             work.counts,
             work.brackets,
+            work.totals,
+            work.weights,
             listed,
+            work.candidates,
             ids,
             work.support,
             work.mass,
-            self._vocab_size,
             work.chunks,
             listed.shape[2],
-            CHUNKS=self._row_sizes["CHUNKS"],
+            CHUNKS=sizes["CHUNKS"],
             TELLS=self._tells(choices, path),
             FAST=self._fast,
             BLOCK=_SELECT_BLOCK,
             PART=_SELECT_PART,
-            num_warps=_ROW_WARPS,
+            num_warps=_SELECT_WARPS,
         )
 
     def _choose(self, choices: Choices, path: Path, ids: Tensor) -> None:

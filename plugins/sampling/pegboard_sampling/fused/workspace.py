@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import values as v
 from .best import SCRATCH
-from .gathering import STEPS
+from .chunks import POINTS
 
 #: Groups of 128 logits that a program reads.
 CHUNK_GROUPS = 32
@@ -36,9 +36,11 @@ class Workspace:
         self.maxima, self.raw_maxima = (empty(self.groups, dtype=torch.float32) for _ in range(2))
         self.statistics = empty(v.STATISTICS.value, self.chunks, dtype=torch.float32)
         self.chunk_ids = empty(v.IDS.value, self.chunks, dtype=torch.int32)
-        self.counts = empty(2, dtype=torch.int32)
-        self.profiles = empty(STEPS.value, self.chunks, dtype=torch.float32)
+        self.counts = empty(dtype=torch.int32)
+        self.profiles = empty(2, self.chunks, POINTS.value, dtype=torch.float32)
         self.brackets = empty(2, dtype=torch.int64)
+        self.totals = empty(2, dtype=torch.float32)
+        self.weights = empty(2, self.chunks, dtype=torch.int64)
         self.candidates = empty(SCRATCH.value, dtype=torch.int64)
         self.support = empty(dtype=torch.int64)
         self.mass = empty(dtype=torch.float32)

@@ -61,7 +61,6 @@ def test_nothing_spills(compile_for: Callable[..., Any], capability: int, dtype:
 
 
 def hold_sizes(made: list[Any]) -> None:
-    for one in made: print([one.kernel, one.stack, one.layouts.count("\n"), one.instructions.total(), [(k, one.instructions[k]) for k in ("MUFU","BAR","LDS","STS","LDG","STG","SHFL","F2I","WARPSYNC","ATOMG","RED")]])
     assert all(one.stack == 0 for one in made)
     assert all(one.layouts.count("\n") < MOST_LINES for one in made)
     assert all(one.instructions.total() < MOST_INSTRUCTIONS for one in made)

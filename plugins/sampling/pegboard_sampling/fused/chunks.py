@@ -14,17 +14,24 @@ from . import values as v
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
 #: Points of a chunk's profile, and how many of them lie at fixed depths: scores below the chunk's maximum.
-POINTS, _COARSE = tl.constexpr(8), tl.constexpr(3)
-_DEPTHS = tl.constexpr((3.0, 6.0, 10.0, 18.0))
+POINTS, _COARSE = tl.constexpr(4), tl.constexpr(2)
+_DEPTHS = tl.constexpr((4.0, 8.0, 18.0))
 
 
 @triton.jit
-def _relative(x, peak, temperature):
-    """v.score for a bound: no choices, but where something is infinite."""
+def _finite(x, peak):
+    """Logits and their peak, so that their difference is the score's: no choices, but where the peak is infinite."""
     if (peak == float("inf")) | (peak == float("-inf")):
         x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
         peak = 0.0
-    return (x - peak) * v.inverse(temperature)
+    return x, peak
+
+
+@triton.jit
+def _weights(x, peak, temperature, FAST: tl.constexpr):
+    """exp(score) for sums."""
+    x, peak = _finite(x, peak)
+    return v.exp(x - peak, v.inverse(temperature), FAST)
 
 
 @triton.jit
@@ -117,7 +124,7 @@ def read_chunks(
             sums |= kind == v.NOISE
         if sums:
             temperature = v.temperature_of(floats, integers, slot)
-            weights = v.exp(v.score(x, greatest, temperature), FAST)
+            weights = _weights(x, greatest, temperature, FAST)
             total = tl.sum(tl.ravel(weights), 0)
             tl.store(at + v.SUM * chunks, total)
             if PROFILES:
@@ -130,7 +137,8 @@ def read_chunks(
             temperature = v.temperature_of(floats, integers, slot)
             seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
             # What a token can reach; its noise itself is computed only of those that may be the best
-            reach = _relative(x, greatest, temperature) + noise.bound(ids, position, seed, FAST)
+            finite, peak = _finite(x, greatest)
+            reach = (finite - peak) * v.inverse(temperature) + noise.bound(ids, position, seed, FAST)
             most = tl.max(tl.ravel(reach), 0)
             best = tl.full([], float("-inf"), tl.float32)
             pick = tl.full([], 0x7FFFFFFF, tl.int32)
@@ -152,7 +160,7 @@ def read_chunks(
             greatest = tl.max(tl.ravel(raw), 0)
             tl.store(raw_maxima + row * groups + group, tl.max(raw, 1), mask=group < groups)
             tl.store(at + v.RAW_MAXIMUM * chunks, greatest)
-            tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.ravel(v.exp(v.score(raw, greatest, 1.0), FAST)), 0))
+            tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.ravel(_weights(raw, greatest, 1.0, FAST)), 0))
 
 
 @triton.jit

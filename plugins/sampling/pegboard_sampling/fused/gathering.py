@@ -1,8 +1,9 @@
 """Rows whose choice may be among many tokens: top-p without top-k, min-p alone, top-k beyond 64.
 
 `bracket` finds where the last of them lies, roughly, from what the pass over the logits left: one program a row.
-`gather_candidates` then reads the groups again whose maxima reach that far, one program a chunk. Tokens that surely
-take part meet their noise there and then; the others are listed, for `selecting` to decide about.
+`gather_candidates` then reads the groups again whose maxima reach that far, one program a part of the row: a small
+one, for it waits more than it works. Tokens that surely take part meet their noise there and then; the others are
+listed, for `selecting` to decide about.
 
 Bytes: the groups that reach the bracket, and 8 written and read again for each of their tokens that does."""
 
@@ -15,9 +16,9 @@ from . import best, chunks, noise
 from . import values as v
 
 #: Halvings of the range of logits that matters.
-_HALVINGS = tl.constexpr(16)
+_HALVINGS = tl.constexpr(12)
 #: Tokens whose noise is computed at a time.
-_AT_ONCE = tl.constexpr(256)
+_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit
@@ -94,11 +95,14 @@ def bracket(
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """brackets [N, 2]: no key below the first takes part, and all from the second on do. totals [N, 2]: the greatest
-    logit, and the row's sum of weights beside it."""
+    """brackets [N, 2]: no key below the first takes part, and all from the second on do; none at all in rows that
+    choose in another way. totals [N, 2]: the greatest logit, and the row's sum of weights beside it."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    if v.integer(integers, slot, v.KIND) == v.WIDE:
+    if v.integer(integers, slot, v.KIND) != v.WIDE:
+        tl.store(brackets + row * 2, tl.full([], v.HIGHEST, tl.int64))
+        tl.store(brackets + row * 2 + 1, tl.full([], v.HIGHEST, tl.int64))
+    else:
         temperature = v.temperature_of(floats, integers, slot)
         of_chunks, peak, beside, total = chunks.whole_row(
             statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM
@@ -125,7 +129,7 @@ def bracket(
         tl.store(totals + row * 2 + 1, total)
 
 
-@triton.jit(do_not_specialize=["groups", "chunk_count", "room"])
+@triton.jit(do_not_specialize=["groups", "parts", "room"])
 def gather_candidates(
     logits,
     slots,
@@ -137,90 +141,88 @@ def gather_candidates(
     queries,
     places,
     maxima,
-    statistics,
-    chunk_ids,
     counts,
     brackets,
     totals,
+    reached,
+    picks,
     weights,
     listed,
     stride,
     vocab,
     groups,
-    chunk_count,
+    parts,
     room,
-    CHUNK_GROUPS: tl.constexpr,
+    PART_GROUPS: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """listed [N, 2, room] int64: the keys of counts[row] undecided tokens in the first half; the second is for a
-    chunk's own use. NOISY and PICK of each chunk become those of its tokens that surely take part, and
-    weights [N, 2, chunks] int64 what these weigh, before and after min-p."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """listed [N, 2, room] int64: the keys of counts[row] undecided tokens in the first half; the second is for a part's
+    own use. Of its tokens that surely take part each leaves in reached and picks [N, parts] the best with its noise,
+    and in weights [N, 2, parts] int64 what they weigh, before and after min-p."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    group = part * PART_GROUPS + tl.arange(0, PART_GROUPS)
+    top = tl.load(maxima + row * groups + group, mask=group < groups, other=float("-inf"))
+    low = (tl.load(brackets + row * 2) >> 32).to(tl.int32)
+    high = (tl.load(brackets + row * 2 + 1) >> 32).to(tl.int32)
     slot = tl.load(slots + row)
-    if v.integer(integers, slot, v.KIND) == v.WIDE:
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        low = (tl.load(brackets + row * 2) >> 32).to(tl.int32)
-        high = (tl.load(brackets + row * 2 + 1) >> 32).to(tl.int32)
-        top = tl.load(maxima + row * groups + group, mask=group < groups, other=float("-inf"))
-        near = (v.ordered(top) >= low) & (top > float("-inf"))
-        found = tl.full([], float("-inf"), tl.float32)
-        pick = tl.full([], 0x7FFFFFFF, tl.int32)
-        heavy = tl.full([], 0, tl.int64)
-        kept_weight = tl.full([], 0, tl.int64)
-        if tl.max(near.to(tl.int32), 0) > 0:
-            ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
-            real = near[:, None] & (ids < vocab)
-            x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
-            x = v.adjusted(
-                x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
-            )
-            key = v.ordered(x)
-            taken = (key >= low) & (x > float("-inf"))
-            sure = taken & (key >= high)
-            # Both counts in one sum, which is below 2**15
-            both = tl.where(sure, 1, taken.to(tl.int32) << 16)
-            of_groups = tl.sum(both, 1)
-            place = (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(both, 1)
-            numbers = tl.sum(of_groups, 0)
-            undecided, decided = numbers >> 16, numbers & 0xFFFF
-            open = listed + row * 2 * room
-            own = open + room + chunk.to(tl.int64) * (CHUNK_GROUPS * v.GROUP)
-            if undecided > 0:
-                before = tl.atomic_add(counts + row, undecided)
-                tl.store(open + before + (place >> 16) - 1, v.key_of(x, ids), mask=taken & (key < high))
-            if decided > 0:
-                tl.store(own + (place & 0xFFFF) - 1, v.key_of(x, ids), mask=sure)
-                tl.debug_barrier()
-                temperature = v.temperature_of(floats, integers, slot)
-                seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
-                min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
-                peak = tl.load(totals + row * 2)
-                offsets = tl.arange(0, _AT_ONCE)
-                reach = tl.full([_AT_ONCE], float("-inf"), tl.float32)
-                picks = tl.full([_AT_ONCE], 0x7FFFFFFF, tl.int32)
-                of_all = tl.zeros([_AT_ONCE], tl.int64)
-                of_kept = tl.zeros([_AT_ONCE], tl.int64)
-                for start in range(0, decided, _AT_ONCE):
-                    keys = tl.load(own + start + offsets, mask=start + offsets < decided, other=v.LOWEST)
-                    there = keys > v.LOWEST
-                    scores = v.score(v.value_of(keys), peak, temperature)
-                    id = v.id_of(keys)
-                    each = tl.where(there, v.weight(scores), 0)
-                    kept = there & (tl.exp(scores) >= min_p)
-                    noisy = scores + noise.gumbel(id, position, seed, noise.TOKENS, FAST)
-                    noisy = tl.where(kept, noisy, float("-inf"))
-                    # A thread's tokens may come in any order
-                    better = (noisy > reach) | ((noisy == reach) & kept & (id < picks))
-                    picks = tl.where(better, id, picks)
-                    reach = tl.maximum(reach, noisy)
-                    of_all += each
-                    of_kept += tl.where(kept, each, 0)
-                found, pick = v.first_of_best(reach, picks)
-                heavy = tl.sum(of_all, 0)
-                kept_weight = tl.sum(of_kept, 0)
-        tl.store(statistics + (row * v.STATISTICS + v.NOISY) * chunk_count + chunk, found)
-        tl.store(chunk_ids + (row * v.IDS + v.PICK) * chunk_count + chunk, pick)
-        tl.store(weights + row * 2 * chunk_count + chunk, heavy)
-        tl.store(weights + (row * 2 + 1) * chunk_count + chunk, kept_weight)
+    near = (v.ordered(top) >= low) & (top > float("-inf"))
+    reach = tl.full([], float("-inf"), tl.float32)
+    pick = tl.full([], 0x7FFFFFFF, tl.int32)
+    heavy = tl.full([], 0, tl.int64)
+    kept_weight = tl.full([], 0, tl.int64)
+    if tl.max(near.to(tl.int32), 0) > 0:
+        ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
+        real = near[:, None] & (ids < vocab)
+        x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
+        x = v.adjusted(x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES)
+        key = v.ordered(x)
+        taken = (key >= low) & (x > float("-inf"))
+        sure = taken & (key >= high)
+        # Both counts in one sum, which is below 2**15
+        both = tl.where(sure, 1, taken.to(tl.int32) << 16)
+        of_groups = tl.sum(both, 1)
+        place = (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(both, 1)
+        numbers = tl.sum(of_groups, 0)
+        undecided, decided = numbers >> 16, numbers & 0xFFFF
+        open = listed + row * 2 * room
+        own = open + room + part.to(tl.int64) * (PART_GROUPS * v.GROUP)
+        if decided > 0:
+            tl.store(own + (place & 0xFFFF) - 1, v.key_of(x, ids), mask=sure)
+        if undecided > 0:
+            before = tl.atomic_add(counts + row, undecided)
+            tl.store(open + before + (place >> 16) - 1, v.key_of(x, ids), mask=taken & (key < high))
+        if decided > 0:
+            tl.debug_barrier()
+            temperature = v.temperature_of(floats, integers, slot)
+            seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+            min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
+            peak = tl.load(totals + row * 2)
+            offsets = tl.arange(0, _AT_ONCE)
+            best_noisy = tl.full([_AT_ONCE], float("-inf"), tl.float32)
+            best_id = tl.full([_AT_ONCE], 0x7FFFFFFF, tl.int32)
+            of_all = tl.zeros([_AT_ONCE], tl.int64)
+            of_kept = tl.zeros([_AT_ONCE], tl.int64)
+            for start in range(0, decided, _AT_ONCE):
+                keys = tl.load(own + start + offsets, mask=start + offsets < decided, other=v.LOWEST)
+                there = keys > v.LOWEST
+                scores = v.score(v.value_of(keys), peak, temperature)
+                id = v.id_of(keys)
+                each = tl.where(there, v.weight(scores), 0)
+                kept = there & (tl.exp(scores) >= min_p)
+                noisy = scores + noise.gumbel(id, position, seed, noise.TOKENS, FAST)
+                # Of equals the first: a thread's tokens come by their ids
+                better = kept & (noisy > best_noisy)
+                best_noisy = tl.where(better, noisy, best_noisy)
+                best_id = tl.where(better, id, best_id)
+                of_all += each
+                of_kept += tl.where(kept, each, 0)
+            reach, pick = v.first_of_best(best_noisy, best_id)
+            heavy = tl.sum(of_all, 0)
+            kept_weight = tl.sum(of_kept, 0)
+    at = row * parts + part
+    tl.store(reached + at, reach)
+    tl.store(picks + at, pick)
+    tl.store(weights + row * parts + at, heavy)
+    tl.store(weights + (row + 1) * parts + at, kept_weight)

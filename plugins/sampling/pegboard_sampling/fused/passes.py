@@ -21,14 +21,16 @@ from .listing import list_logprobs, spread_logprobs
 from .rejecting import refuse_drafts, replace_refused
 from .selecting import select
 from .slots import FusedSlots, Path
-from .workspace import CHUNK_GROUPS, Workspace
+from .workspace import CHUNK_GROUPS, PART_GROUPS, Workspace
 
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 256, 1024
+#: Of a launch: CUDA's limit of a grid's second extent.
+_MOST_ROWS = 65535
 #: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
-#: Of those for a row of which little is left.
-_BRACKET_WARPS, _SELECT_WARPS = 4, 8
+#: Of one that reads a part of a row again, and of those for a row of which little is left.
+_PART_WARPS, _BRACKET_WARPS, _SELECT_WARPS = 1, 1, 8
 
 
 class Choices(NamedTuple):
@@ -72,8 +74,8 @@ class Passes:
     def run(self, choices: Choices, path: Path, ids: Tensor) -> LogprobTensors | None:
         """Fills ids [M]. Choices without drafts are counted."""
         count = choices.logits.shape[0]
-        # There may be as many candidates as tokens: of so much memory there is one part a slot
-        most = min(count, self._most) if path.wide else count
+        # There may be as many candidates as tokens: of so much memory there is one share a slot
+        most = min(count, self._most if path.wide else _MOST_ROWS)
         if most > self._workspace.rows:
             self._workspace = Workspace(most, self._most, self._vocab_size, self._slots.device, before=self._workspace)
         found = [self._run(one, path, ids[part]) for part, one in choices.parts(most)]
@@ -166,47 +168,47 @@ class Passes:
             **sizes,
             num_warps=_BRACKET_WARPS,
         )
-        gather_candidates[(work.chunks, count)](
+        gather_candidates[(work.parts, count)](
             logits,
             choices.slots,
             choices.positions,
             *state,
             work.maxima,
-            work.statistics,
-            work.chunk_ids,
             work.counts,
             work.brackets,
             work.totals,
+            work.reached,
+            work.picks,
             work.weights,
             listed,
             logits.stride(0),
             self._vocab_size,
             work.groups,
-            work.chunks,
+            work.parts,
             listed.shape[2],
-            CHUNK_GROUPS=CHUNK_GROUPS,
+            PART_GROUPS=PART_GROUPS,
             **self._adjustments(choices, path),
             FAST=self._fast,
-            num_warps=_HEAVY_READ_WARPS,
+            num_warps=_PART_WARPS,
         )
         select[(count,)](
             choices.slots,
             choices.positions,
             *state[:2],
-            work.statistics,
-            work.chunk_ids,
             work.counts,
             work.brackets,
             work.totals,
+            work.reached,
+            work.picks,
             work.weights,
             listed,
             work.candidates,
             ids,
             work.support,
             work.mass,
-            work.chunks,
+            work.parts,
             listed.shape[2],
-            CHUNKS=sizes["CHUNKS"],
+            PARTS=triton.next_power_of_2(work.parts),
             TELLS=self._tells(choices, path),
             FAST=self._fast,
             BLOCK=_SELECT_BLOCK,

@@ -143,32 +143,83 @@ def _take(
     return few, heavy, last
 
 
-@triton.jit(do_not_specialize=["chunk_count", "room"])
+@triton.jit
+def _best_that_takes_part(
+    open,
+    many,
+    ahead,
+    wanted,
+    counting,
+    reach,
+    chosen,
+    peak,
+    temperature,
+    min_p,
+    position,
+    seed,
+    FAST: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """The choice without knowing where the set ends. `reach` and `chosen` are of the best token that surely takes part;
+    while one of the `many` open ones is better, it is asked what comes before it. If that is too much, it and all that
+    follow it are out. Most of the mass is in the set, so that seldom takes more than one question."""
+    offsets = tl.arange(0, PART)
+    bound = tl.full([], v.LOWEST, tl.int64)
+    searching = many > 0
+    while searching:
+        best_noisy = tl.full([PART], float("-inf"), tl.float32)
+        best_key = tl.full([PART], v.LOWEST, tl.int64)
+        for start in range(0, many, PART):
+            keys = tl.load(open + start + offsets, mask=start + offsets < many, other=v.LOWEST)
+            scores = v.score(v.value_of(keys), peak, temperature)
+            id = v.id_of(keys)
+            noisy = scores + noise.gumbel(id, position, seed, noise.TOKENS, FAST)
+            possible = (keys > bound) & (tl.exp(scores) >= min_p)
+            better = possible & ((noisy > best_noisy) | ((noisy == best_noisy) & (id < v.id_of(best_key))))
+            best_noisy = tl.where(better, noisy, best_noisy)
+            best_key = tl.where(better, keys, best_key)
+        noisy, id = v.first_of_best(best_noisy, v.id_of(best_key))
+        key = tl.max(tl.where((best_noisy == noisy) & (v.id_of(best_key) == id), best_key, v.LOWEST), 0)
+        searching = (noisy > reach) | ((noisy == reach) & (id < chosen))
+        if searching:
+            found = tl.zeros([PART], tl.int64)
+            for start in range(0, many, PART):
+                keys = tl.load(open + start + offsets, mask=start + offsets < many, other=v.LOWEST)
+                found += tl.where(keys > key, _each(keys, counting, peak, temperature), 0)
+            searching = (ahead + tl.sum(found, 0)).to(tl.float64) >= wanted
+            reach = tl.where(searching, reach, noisy)
+            chosen = tl.where(searching, chosen, id)
+            bound = key
+    return reach, chosen
+
+
+@triton.jit(do_not_specialize=["parts", "room"])
 def select(
     slots,
     positions,
     floats,
     integers,
-    statistics,
-    chunk_ids,
     counts,
     brackets,
     totals,
+    reached,
+    picks,
     weights,
     listed,
     scratch,
     ids_out,
     support,
     mass,
-    chunk_count,
+    parts,
     room,
-    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
     TELLS: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Of the tokens that surely take part each chunk has left its best, and what they weigh."""
+    """Of the tokens that surely take part those are known, of each part of the row, that come first with their noise,
+    and what they weigh."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if v.integer(integers, slot, v.KIND) == v.WIDE:
@@ -176,22 +227,44 @@ def select(
         peak, total = tl.load(totals + row * 2), tl.load(totals + row * 2 + 1)
         low, high = tl.load(brackets + row * 2), tl.load(brackets + row * 2 + 1)
         count, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
-        chunk = tl.arange(0, CHUNKS)
-        real = chunk < chunk_count
-        of_chunks = weights + row * 2 * chunk_count + chunk
-        ahead = tl.sum(tl.load(of_chunks, mask=real, other=0), 0)
-        kept_weight = tl.sum(tl.load(of_chunks + chunk_count, mask=real, other=0), 0)
-        at = statistics + (row * v.STATISTICS + v.NOISY) * chunk_count + chunk
-        picks = chunk_ids + (row * v.IDS + v.PICK) * chunk_count + chunk
+        part = tl.arange(0, PARTS)
+        real = part < parts
+        of_parts = weights + row * 2 * parts + part
+        ahead = tl.sum(tl.load(of_parts, mask=real, other=0), 0)
+        kept_weight = tl.sum(tl.load(of_parts + parts, mask=real, other=0), 0)
         reach, chosen = v.first_of_best(
-            tl.load(at, mask=real, other=float("-inf")), tl.load(picks, mask=real, other=0x7FFFFFFF)
+            tl.load(reached + row * parts + part, mask=real, other=float("-inf")),
+            tl.load(picks + row * parts + part, mask=real, other=0x7FFFFFFF),
         )
+        seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+        min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
         last = high
         own = scratch + row * best.SCRATCH
         open = listed + row * 2 * room
         taken = open + room
         few = tl.load(counts + row)
         weighed = total.to(tl.float64) * v.UNIT
+        if not TELLS:
+            if (count > 0) != (top_p < 1):
+                counting = count > 0
+                wanted = tl.where(counting, count.to(tl.float64), weighed * top_p)
+                reach, chosen = _best_that_takes_part(
+                    open,
+                    few,
+                    ahead,
+                    wanted,
+                    counting,
+                    reach,
+                    chosen,
+                    peak,
+                    temperature,
+                    min_p,
+                    position,
+                    seed,
+                    FAST,
+                    PART,
+                )
+                few = 0
         # By number, then by weight among those that are left
         for stage in range(2):
             counting = stage == 0
@@ -206,8 +279,6 @@ def select(
                 spare = open
                 open = taken
                 taken = spare
-        seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
-        min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
         offsets = tl.arange(0, PART)
         for start in range(0, few, PART):
             there = start + offsets < few

@@ -3,6 +3,7 @@ CPU under Triton's interpreter, in a process of its own."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def reference(vocab: int, slots: int, drafts: int, verification: Verification) -
 
 
 def verify_rows(slots: list[int], queries: list[list[int]], device: str, probs: Tensor | None = None) -> VerifyRows:
-    starts = [sum(len(row) for row in queries[:at]) for at in range(len(queries) + 1)]
+    starts = [0, *itertools.accumulate(len(row) for row in queries)]
     return VerifyRows(
         slots=torch.tensor(slots, device=device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
@@ -236,7 +237,7 @@ def test_replays_follow_drafts_slots_and_positions(verification: Verification) -
 @pytest.mark.parametrize("kw", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("sure", [False, True], ids=["drawn", "sure"])
 def test_rejection_keeps_the_distribution(kw: dict[str, Any], sure: bool) -> None:
-    draws, vocab = 100_000, 12
+    draws, vocab = 20_000, 12
     first = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, 0.0, -0.5, -1.0, -1.0, -2.0, -3.0, 1.2])
     second = first.flip(0) * 0.7
     draft = torch.tensor([0.3, 0.0, 0.1, 0.0, 0.3, 0.0, 0.0, 0.2, 0.0, 0.05, 0.05, 0.0])
@@ -259,7 +260,7 @@ def test_rejection_keeps_the_distribution(kw: dict[str, Any], sure: bool) -> Non
         assert statistic < chi_square_limit(int((p > 0).sum()) - 1)
     p = choose(first, opening(0, **kw), 0).probabilities
     overlap = float(p[2]) if sure else float(torch.minimum(p, draft.double()).sum())
-    assert float(both.double().mean()) == pytest.approx(overlap, abs=0.01)
+    assert float(both.double().mean()) == pytest.approx(overlap, abs=0.02)
 
 
 def test_what_does_not_fit_is_named() -> None:

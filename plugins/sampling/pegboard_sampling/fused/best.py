@@ -16,8 +16,8 @@ AT_ONCE = tl.constexpr(128)
 MOST = tl.constexpr(64)
 #: Tokens that all others are compared with at a time.
 BLOCK = tl.constexpr(32)
-#: A row's int64 of scratch: tokens, then groups or the tokens' weights.
-SCRATCH = tl.constexpr(2 * AT_ONCE.value)
+#: A row's int64 of scratch: tokens, then groups.
+SCRATCH = tl.constexpr(AT_ONCE.value + MOST.value)
 
 
 @triton.jit
@@ -95,28 +95,16 @@ def listed(scratch, many):
 
 
 @triton.jit
-def places(listed, weights, many, keys, BLOCK: tl.constexpr):
-    """Of each of the keys [K]: how many of those listed come before it, and what these weigh. BLOCK a turn."""
+def places(scratch, many, keys, peak, temperature, BLOCK: tl.constexpr):
+    """Of each of the keys [K]: how many of those in scratch come before it, and what these weigh. BLOCK a turn."""
     row = tl.arange(0, BLOCK)
     # Sums of threads meet only once
     ranks = tl.zeros([BLOCK, keys.shape[0]], tl.int32)
     before = tl.zeros([BLOCK, keys.shape[0]], tl.int64)
     for start in range(0, many, BLOCK):
-        there = start + row < many
-        others = tl.load(listed + start + row, mask=there, other=v.LOWEST)
-        each = tl.load(weights + start + row, mask=there, other=0)
+        others = tl.load(scratch + start + row, mask=start + row < many, other=v.LOWEST)
+        weights = v.weight(v.score(v.value_of(others), peak, temperature))
         ahead = others[:, None] > keys[None, :]
         ranks += ahead.to(tl.int32)
-        before += tl.where(ahead, each[:, None], 0)
+        before += tl.where(ahead, weights[:, None], 0)
     return tl.sum(ranks, 0), tl.sum(before, 0)
-
-
-@triton.jit
-def ranks(listed, many, keys, BLOCK: tl.constexpr):
-    """`places` without weights."""
-    row = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK, keys.shape[0]], tl.int32)
-    for start in range(0, many, BLOCK):
-        others = tl.load(listed + start + row, mask=start + row < many, other=v.LOWEST)
-        found += (others[:, None] > keys[None, :]).to(tl.int32)
-    return tl.sum(found, 0)

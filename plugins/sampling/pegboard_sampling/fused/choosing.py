@@ -106,10 +106,7 @@ def choose(
             keys = best.listed(own, many)
             scores = tl.where(keys == v.LOWEST, float("-inf"), v.score(v.value_of(keys), peak, temperature))
             weights = v.weight(scores)
-            token = tl.arange(0, best.AT_ONCE)
-            tl.store(own + best.AT_ONCE + token, weights, mask=token < many)
-            tl.debug_barrier()
-            place, before = best.places(own, own + best.AT_ONCE, many, keys, best.BLOCK)
+            place, before = best.places(own, many, keys, peak, temperature, best.BLOCK)
             among = place < count
             top_p = v.number(floats, slot, v.TOP_P)
             all = tl.sum(tl.where(among, weights, 0), 0).to(tl.float64)

@@ -13,54 +13,15 @@ from . import values as v
 
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
-#: Points of a chunk's profile, and how many of them lie at fixed depths: scores below the chunk's maximum.
-POINTS, _COARSE = tl.constexpr(4), tl.constexpr(2)
-_DEPTHS = tl.constexpr((4.0, 8.0, 18.0))
 
 
 @triton.jit
-def _finite(x, peak):
-    """Logits and their peak, so that their difference is the score's: no choices, but where the peak is infinite."""
+def _relative(x, peak, temperature):
+    """v.score for a bound: no choices, but where something is infinite."""
     if (peak == float("inf")) | (peak == float("-inf")):
         x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
         peak = 0.0
-    return x, peak
-
-
-@triton.jit
-def _weights(x, peak, temperature, FAST: tl.constexpr):
-    """exp(score) for sums."""
-    x, peak = _finite(x, peak)
-    return v.exp(x - peak, v.inverse(temperature), FAST)
-
-
-@triton.jit
-def _depth(STEP: tl.constexpr):
-    return tl.full([], _DEPTHS[STEP], tl.float32)
-
-
-@triton.jit
-def _weigh(x, weights, logit, profile, offset):
-    """A point of a profile."""
-    heavy = tl.sum(tl.ravel(tl.where(x >= logit, weights, 0.0)), 0)
-    tl.store(profile, logit)
-    tl.store(profile + offset, heavy)
-    return heavy
-
-
-@triton.jit
-def _profile(x, weights, greatest, temperature, wanted, profile, offset):
-    """Of a chunk: at some depths, then between those that `wanted`, its share of top-p, lies between. Tokens of a row
-    whose chunks are alike, or of which one chunk has most of the mass, end nearby."""
-    begin, end = tl.full([], 0, tl.float32), _depth(0)
-    for step in tl.static_range(_COARSE):
-        depth = _depth(step)
-        short = _weigh(x, weights, greatest - temperature * depth, profile + step, offset) < wanted
-        begin = tl.where(short, depth, begin)
-        end = tl.where(short, _depth(step + 1), end)
-    for step in tl.static_range(_COARSE, POINTS):
-        depth = begin + (end - begin) * ((step - _COARSE + 1) / (POINTS - _COARSE + 1))
-        _weigh(x, weights, greatest - temperature * depth, profile + step, offset)
+    return (x - peak) * v.inverse(temperature)
 
 
 @triton.jit(do_not_specialize=["groups", "chunks"])
@@ -79,7 +40,6 @@ def read_chunks(
     statistics,
     chunk_ids,
     counts,
-    profiles,
     stride,
     vocab,
     groups,
@@ -90,13 +50,11 @@ def read_chunks(
     ADDS_NOISE: tl.constexpr,
     KEEPS_GROUPS: tl.constexpr,
     SUMS: tl.constexpr,
-    PROFILES: tl.constexpr,
     REJECTS: tl.constexpr,
     RAW: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N] become 0.
-    profiles [N, 2, chunks, POINTS]: some logits, and what a chunk's tokens weigh beside its maximum that reach them."""
+    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N, 2] become 0."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     kind = v.integer(integers, slot, v.KIND)
@@ -117,28 +75,21 @@ def read_chunks(
     if KEEPS_GROUPS:
         tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
         if chunk == 0:
-            tl.store(counts + row, 0)
+            tl.store(counts + row * 2, 0)
+            tl.store(counts + row * 2 + 1, 0)
     if SUMS:
         sums = (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0)
         if REJECTS:
             sums |= kind == v.NOISE
         if sums:
-            temperature = v.temperature_of(floats, integers, slot)
-            weights = _weights(x, greatest, temperature, FAST)
-            total = tl.sum(tl.ravel(weights), 0)
-            tl.store(at + v.SUM * chunks, total)
-            if PROFILES:
-                top_p = v.number(floats, slot, v.TOP_P).to(tl.float32)
-                if (kind == v.WIDE) & (v.integer(integers, slot, v.TOP_K) == 0) & (top_p < 1):
-                    profile = profiles + (row * 2 * chunks + chunk) * POINTS
-                    _profile(x, weights, greatest, temperature, top_p * total, profile, chunks * POINTS)
+            scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
+            tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(v.exp(scores, FAST)), 0))
     if ADDS_NOISE:
         if kind == v.NOISE:
             temperature = v.temperature_of(floats, integers, slot)
             seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
             # What a token can reach; its noise itself is computed only of those that may be the best
-            finite, peak = _finite(x, greatest)
-            reach = (finite - peak) * v.inverse(temperature) + noise.bound(ids, position, seed, FAST)
+            reach = _relative(x, greatest, temperature) + noise.bound(ids, position, seed, FAST)
             most = tl.max(tl.ravel(reach), 0)
             best = tl.full([], float("-inf"), tl.float32)
             pick = tl.full([], 0x7FFFFFFF, tl.int32)
@@ -160,7 +111,7 @@ def read_chunks(
             greatest = tl.max(tl.ravel(raw), 0)
             tl.store(raw_maxima + row * groups + group, tl.max(raw, 1), mask=group < groups)
             tl.store(at + v.RAW_MAXIMUM * chunks, greatest)
-            tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.ravel(_weights(raw, greatest, 1.0, FAST)), 0))
+            tl.store(at + v.RAW_SUM * chunks, tl.sum(tl.ravel(v.exp(v.score(raw, greatest, 1.0), FAST)), 0))
 
 
 @triton.jit

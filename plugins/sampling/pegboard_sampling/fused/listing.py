@@ -121,7 +121,7 @@ def list_logprobs(
             values = tl.where(kept, scores - scale, float("-inf"))
     tl.store(chosen_out + row, tl.where(chosen < 0, nan, of_chosen))
     keys = best.listed(listed, many)
-    place = best.ranks(listed, many, keys, best.BLOCK)
+    place, _ = best.places(listed, many, keys, 0.0, 1.0, best.BLOCK)
     at = row * width + place
     tl.store(top_ids + at, v.id_of(keys).to(tl.int64), mask=place < count)
     tl.store(top_values + at, values, mask=place < count)

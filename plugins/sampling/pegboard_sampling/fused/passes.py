@@ -21,16 +21,14 @@ from .listing import list_logprobs, spread_logprobs
 from .rejecting import refuse_drafts, replace_refused
 from .selecting import select
 from .slots import FusedSlots, Path
-from .workspace import CHUNK_GROUPS, PART_GROUPS, Workspace
+from .workspace import CHUNK_GROUPS, Workspace
 
 #: Undecided tokens that a program weighs, and parts, at a time.
-_SELECT_BLOCK, _SELECT_PART = 256, 1024
-#: Of a launch: CUDA's limit of a grid's second extent.
+_SELECT_BLOCK, _SELECT_PART = 512, 2048
+#: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
-#: Of one that reads a part of a row again, and of those for a row of which little is left.
-_PART_WARPS, _BRACKET_WARPS, _SELECT_WARPS = 1, 1, 8
 
 
 class Choices(NamedTuple):
@@ -134,7 +132,6 @@ class Passes:
             work.statistics,
             work.chunk_ids,
             work.counts,
-            work.profiles,
             logits.stride(0),
             self._vocab_size,
             work.groups,
@@ -144,7 +141,6 @@ class Passes:
             ADDS_NOISE=path.noise,
             KEEPS_GROUPS=path.few or path.wide or path.processed,
             SUMS=path.wide or path.processed or rejects,
-            PROFILES=path.wide,
             REJECTS=rejects,
             RAW=path.raw,
             FAST=self._fast,
@@ -153,67 +149,60 @@ class Passes:
 
     def _select(self, choices: Choices, path: Path, ids: Tensor) -> None:
         work, logits, state = self._workspace, choices.logits, self._state(choices, path)
-        count, listed, sizes = logits.shape[0], work.listed, self._row_sizes
-        bracket[(count,)](
-            choices.slots,
-            *state[:2],
-            work.maxima,
-            work.statistics,
-            work.profiles,
-            work.brackets,
-            work.totals,
-            self._vocab_size,
-            work.groups,
-            work.chunks,
-            **sizes,
-            num_warps=_BRACKET_WARPS,
-        )
-        gather_candidates[(work.parts, count)](
+        count, listed, adjustments = logits.shape[0], work.listed, self._adjustments(choices, path)
+        bracket[(work.chunks, count)](
             logits,
             choices.slots,
-            choices.positions,
             *state,
             work.maxima,
+            work.statistics,
             work.counts,
+            work.profiles,
             work.brackets,
-            work.totals,
-            work.reached,
-            work.picks,
-            work.weights,
-            listed,
             logits.stride(0),
             self._vocab_size,
             work.groups,
-            work.parts,
-            listed.shape[2],
-            PART_GROUPS=PART_GROUPS,
-            **self._adjustments(choices, path),
+            work.chunks,
+            CHUNK_GROUPS=CHUNK_GROUPS,
+            **self._row_sizes,
+            **adjustments,
             FAST=self._fast,
-            num_warps=_PART_WARPS,
+            num_warps=_READ_WARPS,
+        )
+        gather_candidates[(work.chunks, count)](
+            logits,
+            choices.slots,
+            *state,
+            work.counts,
+            work.brackets,
+            listed,
+            logits.stride(0),
+            self._vocab_size,
+            listed.shape[2],
+            CHUNK_GROUPS=CHUNK_GROUPS,
+            **adjustments,
+            num_warps=_HEAVY_READ_WARPS,
         )
         select[(count,)](
             choices.slots,
             choices.positions,
             *state[:2],
+            work.statistics,
             work.counts,
             work.brackets,
-            work.totals,
-            work.reached,
-            work.picks,
-            work.weights,
             listed,
-            work.candidates,
             ids,
             work.support,
             work.mass,
-            work.parts,
+            self._vocab_size,
+            work.chunks,
             listed.shape[2],
-            PARTS=triton.next_power_of_2(work.parts),
+            CHUNKS=self._row_sizes["CHUNKS"],
             TELLS=self._tells(choices, path),
             FAST=self._fast,
             BLOCK=_SELECT_BLOCK,
             PART=_SELECT_PART,
-            num_warps=_SELECT_WARPS,
+            num_warps=_ROW_WARPS,
         )
 
     def _choose(self, choices: Choices, path: Path, ids: Tensor) -> None:

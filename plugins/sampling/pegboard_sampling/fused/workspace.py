@@ -10,10 +10,10 @@ from torch import Tensor
 
 from . import values as v
 from .best import SCRATCH
-from .chunks import POINTS
+from .gathering import STEPS
 
-#: Groups of 128 logits that a program reads: at first, and again.
-CHUNK_GROUPS, PART_GROUPS = 32, 4
+#: Groups of 128 logits that a program reads.
+CHUNK_GROUPS = 32
 
 
 class Workspace:
@@ -28,7 +28,6 @@ class Workspace:
         self.before = before
         self.groups = -(-vocab_size // v.GROUP.value)
         self.chunks = -(-self.groups // CHUNK_GROUPS)
-        self.parts = -(-self.groups // PART_GROUPS)
         self._listed_shape = (wide_rows, 2, vocab_size)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -37,13 +36,9 @@ class Workspace:
         self.maxima, self.raw_maxima = (empty(self.groups, dtype=torch.float32) for _ in range(2))
         self.statistics = empty(v.STATISTICS.value, self.chunks, dtype=torch.float32)
         self.chunk_ids = empty(v.IDS.value, self.chunks, dtype=torch.int32)
-        self.counts = empty(dtype=torch.int32)
-        self.profiles = empty(2, self.chunks, POINTS.value, dtype=torch.float32)
+        self.counts = empty(2, dtype=torch.int32)
+        self.profiles = empty(STEPS.value, self.chunks, dtype=torch.float32)
         self.brackets = empty(2, dtype=torch.int64)
-        self.totals = empty(2, dtype=torch.float32)
-        self.reached = empty(self.parts, dtype=torch.float32)
-        self.picks = empty(self.parts, dtype=torch.int32)
-        self.weights = empty(2, self.parts, dtype=torch.int64)
         self.candidates = empty(SCRATCH.value, dtype=torch.int64)
         self.support = empty(dtype=torch.int64)
         self.mass = empty(dtype=torch.float32)

@@ -7,18 +7,23 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from pegboard import Part, Request, hookimpl
+from pegboard.config import PartChoice
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.sampler import SamplerNeed, SampleRows, SamplingParams, SlotOpening, VerifyOutput, VerifyRows
 from pegboard.devices import device_facts
 from pegboard.errors import PegboardError
+from pegboard.registry.resolution import resolve
+from pegboard.testing.engines import isolated_engine, isolated_registry
 from pegboard.testing.oracles.sampling import chi_square_limit, choose
 from pegboard_sampling.fused.sampler import FusedSampler
 from pegboard_sampling.options import FusedSamplerOptions, TorchSamplerOptions
@@ -263,6 +268,56 @@ def test_rejection_keeps_the_distribution(kw: dict[str, Any], sure: bool) -> Non
     p = choose(first, opening(0, **kw), 0).probabilities
     overlap = float(p[2]) if sure else float(torch.minimum(p, draft.double()).sum())
     assert float(both.double().mean()) == pytest.approx(overlap, abs=0.02)
+
+
+class Interpreted(FusedSampler):
+    """On a CPU, in an engine."""
+
+    @classmethod
+    def refusals(cls, need: SamplerNeed, options: Any) -> Sequence[str]:
+        return ()
+
+    @classmethod
+    def create(cls, need: SamplerNeed, options: Any) -> Self:
+        return cls(need, rejects=cls.wants_probs(options), interpreted=True)
+
+
+class Offer:
+    @hookimpl
+    def pegboard_parts(self) -> list[Part]:
+        options = "pegboard_sampling.options:FusedSamplerOptions"
+        return [Part(role="sampler", name="interpreted", factory=Interpreted, options=options, summary="On a CPU")]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a CUDA device: tests/gpu/test_speculation.py")
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_through_an_engine(tiny_path: Path) -> None:
+    """Coupled: the tokens of the torch sampler without drafts, and some drafts are kept."""
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0.4, seed=4, top_k=4, frequency_penalty=0.3, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=2, max_tokens=5, ignore_eos=True),
+    ]
+    speculator = {"use": "draft_model", "options": {"model": str(tiny_path), "drafts": 3}}
+    found = []
+    for settings in ({"sampler": "torch"}, {"sampler": "interpreted", "speculator": speculator, "adapt_drafts": False}):
+        with isolated_engine(tiny_path, plugins=[Offer()], max_rows=4, dtype="float32", **settings) as engine:
+            requests = [Request(prompt=[5, 6, 7, 5, 6, 7, 5], sampling=each) for each in asked]
+            found.append([output.raise_for_error().token_ids for output in engine.generate(requests)])
+            speculation = engine.stats().speculation
+    assert found[0] == found[1]
+    assert speculation is not None
+    assert sum(speculation.accepted) > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing runs")
+def test_is_chosen_for_drafts_on_cuda() -> None:
+    """By itself, as without drafts; where logits are float64 the torch sampler is."""
+    device = DeviceFacts(type="cuda", index=0, capability=(9, 0))
+    for dtype, right in (("bfloat16", "fused"), ("float64", "torch")):
+        need = SamplerNeed(device=device, vocab_size=1000, slots=4, max_length=99, max_drafts=3, dtype=dtype)
+        settings = {"device_type": "cuda", "objective": "throughput", "allow": ()}
+        assert resolve(isolated_registry(), "sampler", PartChoice(), need, **settings).winner == right  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_is_named() -> None:

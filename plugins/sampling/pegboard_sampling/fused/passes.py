@@ -27,6 +27,8 @@ from .workspace import CHUNK_GROUPS, Workspace
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
+#: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.
+_ALIGNED = 16
 #: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
 
@@ -74,6 +76,8 @@ class Passes:
         count = choices.logits.shape[0]
         # There may be as many candidates as tokens: of so much memory there is one share a slot
         most = min(count, self._most if path.wide else _MOST_ROWS)
+        if _ALIGNED < most < count:
+            most -= most % _ALIGNED
         if most > self._workspace.rows:
             self._workspace = Workspace(most, self._most, self._vocab_size, self._slots.device, before=self._workspace)
         found = [self._run(one, path, ids[part]) for part, one in choices.parts(most)]

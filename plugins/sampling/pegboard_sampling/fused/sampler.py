@@ -119,10 +119,10 @@ class FusedSampler(Sampler):
         if not count:
             return VerifyOutput(ids=ids, count=kept, path=path)
         way = self._slots.path(rows.host_slots)
-        # Of rows without logits, if a step could be cut so
-        slots, positions, places, drafts, chosen = torch.zeros(
-            5, logits.shape[0], dtype=torch.int64, device=device
-        ).unbind()
+        # Each at an aligned address, which kernels are compiled for
+        slots, positions, places, drafts, chosen = (
+            torch.empty(logits.shape[0], dtype=torch.int64, device=device) for _ in range(5)
+        )
         lay_out_choices[(logits.shape[0],)](
             rows.query_start,
             rows.ids,

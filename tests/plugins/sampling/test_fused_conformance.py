@@ -73,7 +73,7 @@ if INTERPRETED:
         part = Interpreted
         grid = "small"
         dtypes = ("float32", "float16") if FULL else ("float32",)
-        claims = ("batch_invariant",)
+        claims = ("verify", "batch_invariant")
         exempt = {
             "test_distribution": "takes thousands of launches: held on a CUDA device",
             "test_exact_support": "takes thousands of launches: held on a CUDA device, here test_support",
@@ -97,7 +97,7 @@ class TestOnCuda(SamplerSuite):
     part = FusedSampler
     device = "cuda"
     dtypes = ("float32", "float16", "bfloat16")
-    claims = ("batch_invariant",)
+    claims = ("verify", "batch_invariant")
 
 
 @pytest.mark.supports("Sampling", "every parameter in Triton, without sorting the vocabulary (part fused)")

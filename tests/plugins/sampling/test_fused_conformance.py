@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.sampler import SamplerNeed
@@ -57,13 +58,7 @@ class Interpreted(FusedSampler):
 
 
 def _on_cuda(need: SamplerNeed) -> SamplerNeed:
-    return SamplerNeed(
-        device=DeviceFacts(type="cuda", capability=(8, 0)),
-        vocab_size=need.vocab_size,
-        slots=need.slots,
-        max_length=need.max_length,
-        max_drafts=need.max_drafts,
-    )
+    return replace(need, device=DeviceFacts(type="cuda", capability=(8, 0)))
 
 
 if INTERPRETED:

@@ -23,7 +23,8 @@ def run(body: str) -> int:
 
 
 def test_what_a_prompt_frees_serves_the_next(tmp_path: Path) -> None:
-    """Buffers of 6 MiB and less, 8 layers. Where each is mapped anew, a prompt faults in several thousand pages."""
+    """Buffers of 6 MiB and less, 8 layers. Where each is mapped anew, every prompt faults in several thousand pages; one
+    among the first few may still find its buffers in other places, and fault in one of them."""
     path = tiny_model(
         tmp_path / "model",
         hidden_size=256,
@@ -39,13 +40,14 @@ def test_what_a_prompt_frees_serves_the_next(tmp_path: Path) -> None:
     settings = dict(device="cpu", dtype="float32", threads=1, max_rows=1, max_length=600)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     with Engine({str(path)!r}, cache={{"use": "paged", "options": {{"prefix_reuse": False}}}}, **settings) as engine:
-        for turn in range(6):
-            if turn == 2:
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        faults = []
+        for turn in range(9):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             engine.generate([[3 + (turn + 5 * i) % 190 for i in range(512)]], sampling)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(sorted(faults[2:])[3])
     """
-    assert run(body) < 1000
+    assert run(body) < 250
 
 
 def test_what_is_kept_is_given_back() -> None:

@@ -23,8 +23,8 @@ def run(body: str) -> int:
 
 
 def test_what_a_prompt_frees_serves_the_next(tmp_path: Path) -> None:
-    """Buffers of 6 MiB and less, 8 layers. Where each is mapped anew, every prompt faults in several thousand pages; one
-    among the first few may still find its buffers in other places, and fault in one of them."""
+    """Buffers of 6 MiB and less, 8 layers. Where each is mapped anew, every prompt faults in several thousand pages.
+    One of the first few may still find its buffers in other places, and fault in one of them."""
     path = tiny_model(
         tmp_path / "model",
         hidden_size=256,

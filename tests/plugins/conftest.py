@@ -1,9 +1,12 @@
-"""Compiles what production code launches for devices that are not here, and reads the machine code."""
+"""What tests of kernels share. Compiles what production code launches for devices that are not here, and reads the
+machine code; runs tests under Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,3 +91,17 @@ def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             yield made
 
     return compiling
+
+
+@pytest.fixture
+def run_interpreted() -> Callable[[Path], str]:
+    """run_interpreted(file): its tests pass in a process of their own, under Triton's interpreter; what they print."""
+
+    def run(file: Path) -> str:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        return done.stdout
+
+    return run

@@ -4,8 +4,6 @@ interpreter, in a process of its own; and what it compiles to."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,12 +111,8 @@ def test_it_mixes_what_torch_does(dtype: torch.dtype, heads: int, shared: int, s
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs in itself")
-def test_under_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert f"{len(SHAPES)} passed" in done.stdout
+def test_under_the_interpreter(run_interpreted: Callable[[Path], str]) -> None:
+    assert f"{len(SHAPES)} passed" in run_interpreted(Path(__file__))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")

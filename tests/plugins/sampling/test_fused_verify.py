@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -346,8 +344,5 @@ def test_probs_are_wanted_by_rejection_alone() -> None:
 
 @pytest.mark.supports("Sampling", "drafts verified in Triton, coupled and by rejection (part fused)")
 @pytest.mark.skipif(INTERPRETED, reason="runs in itself")
-def test_under_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+def test_under_the_interpreter(run_interpreted: Callable[[Path], str]) -> None:
+    run_interpreted(Path(__file__))

@@ -151,8 +151,6 @@ class Emitter:
             self.forget(progress.id)
         if not (text or taken or progress.prompt_logprobs or reason):
             return None
-        if reason is None and not (logprobs or progress.prompt_logprobs):
-            return Delta(index=emission.index, text=text, token_ids=progress.tokens[:taken])
         return Delta(
             index=emission.index,
             text=text,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -115,11 +114,10 @@ class DeviceState:
         count = len(values)
         if not count:
             return
-        own = numpy.dtype(str(target.dtype).removeprefix("torch."))
-        numbers = numpy.zeros(2 * count, dtype=numpy.int64)
-        numbers[:count] = list(values)
-        numbers[count:].view(own)[:count] = list(values.values())
-        uploaded = self._upload(torch.from_numpy(numbers))
+        numbers = torch.zeros(2 * count, dtype=torch.int64)
+        numbers[:count] = torch.tensor(list(values))
+        numbers[count:].view(target.dtype)[:count] = torch.tensor(list(values.values()), dtype=target.dtype)
+        uploaded = self._upload(numbers)
         target.index_copy_(0, uploaded[:count], uploaded[count:].view(target.dtype)[:count])
 
     @property

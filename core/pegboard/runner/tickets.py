@@ -63,7 +63,7 @@ class Ticket:
         told: Callable[[RowPlan, Sequence[int]], None] | None = None,
     ) -> None:
         """`chosen` may have more entries, of idle rows. `host_seconds`: spent on building the batch. `measured`: of an
-        engine with a speculator. `failed`: sequence -> why its row fails. `told` what each row has chosen."""
+        engine with a speculator. `failed`: sequence -> why its row fails. `told` is called with what each row chose."""
         self.plan = plan
         self._failed, self._told = failed, told
         self._host_seconds = host_seconds

@@ -98,7 +98,7 @@ def test_products(rows: int, outputs: int, inputs: int, group: int, dtype: torch
 @RUNS
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_sums_in_parts(block_n: int) -> None:
-    from pegboard_quant.int4.launching import Cut
+    from pegboard_quant.int4.cuts import Cut
 
     weight = weight_of(200, 640, 128, zeros=True, scale=torch.bfloat16)
     for dtype in FLOATS:
@@ -120,6 +120,46 @@ def test_many_rows() -> None:
     for dtype in FLOATS:
         assert_right(weight_of(72, 128, 32, zeros=True), 300, dtype, bias=True)
         assert_right(weight_of(72, 128, 64, zeros=False), 100, dtype)
+
+
+#: outputs, inputs, group: whole tiles of groups, odd numbers of tiles, outputs and inputs that fill no tile
+WHOLE_GROUPS = [(64, 256, 128), (200, 640, 128), (1032, 904, 904), (136, 1536, 256), (256, 4096, 128), (6144, 384, 384)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 65, 128, 130, 256])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), WHOLE_GROUPS)
+def test_products_of_few_and_many_rows(rows: int, outputs: int, inputs: int, group: int) -> None:
+    weight = weight_of(outputs, inputs, group, zeros=rows != 3, order=rows == 128, scale=torch.float16)
+    for dtype in FLOATS:
+        assert_right(weight, rows, dtype, bias=rows % 2 == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [16, 32])
+@pytest.mark.parametrize("warps", [2, 4, 8, 16])
+def test_held_words_are_asked_for_in_any_order(block_n: int, warps: int) -> None:
+    from pegboard_quant.int4.cuts import HeldCut
+
+    weight = weight_of(328, 4096, 128, zeros=True, scale=torch.bfloat16)
+    for rows in (1, 2, 4):
+        for ahead in {1, 2, min(4, 32 // warps)}:
+            assert_right(weight, rows, torch.bfloat16, cut=HeldCut(block_n, warps, ahead))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("block_m", [128, 256])
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_many_rows_in_blocks_and_parts(block_n: int, block_m: int, split: int) -> None:
+    from pegboard_quant.int4.cuts import Cut
+
+    weight = weight_of(1032, 4096 + 384, 128, zeros=True, scale=torch.bfloat16)
+    for dtype in FLOATS:
+        for stages in (2, 3):
+            for rows in (80, 256):
+                if split == 1 or block_n == 128 or block_m >= rows:
+                    assert_right(weight, rows, dtype, bias=True, cut=Cut(block_n, block_m, split, stages))
 
 
 @pytest.mark.gpu

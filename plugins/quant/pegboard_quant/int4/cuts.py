@@ -1,5 +1,4 @@
-"""Which kernel multiplies how many rows, and how its work is cut: what was measured on an H200 with groups of 128, or by
-the rules that it suggests."""
+"""How the work of a product is cut: as measured on an H200 with groups of 128, or by the rules that this suggests."""
 
 from __future__ import annotations
 
@@ -10,12 +9,14 @@ from .layout import LEAST_ROWS, TILE
 
 #: Rows up to which words wait in registers for x.
 HELD_ROWS: Final = 4
+#: Rows up to which `multiply_rows` is ahead of `multiply_many`.
+FEW_ROWS: Final = 64
 #: Bytes of x that a program holds then.
 _HELD_BYTES: Final = 160 << 10
 #: Programs up to which sums are split.
 _PROGRAMS: Final = 440
-#: Multiprocessors that `many` should fill.
-_FULL: Final = 132
+#: Multiprocessors, of an H200, that `multiply_many` should fill.
+_PROCESSORS: Final = 132
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
         return None
     else:
         cut = HeldCut(32, 4, 4) if outputs >= 5120 else HeldCut(32, 8, 2)
-    warps = min(cut.warps, _power_of_two(tiles))
+    warps = min(cut.warps, 1 << (tiles.bit_length() - 1))
     turns = -(-tiles // warps)
     if rows * turns * warps * TILE * 2 > _HELD_BYTES:
         return None
@@ -80,12 +81,13 @@ def rows_cut(rows: int, outputs: int, inputs: int, group: int, *, wide: bool) ->
 
 
 def many_cut(rows: int, outputs: int, inputs: int) -> Cut:
-    """For more than 64 rows on Hopper and groups of whole tiles."""
-    block_m = 128 if rows <= 128 else 256
+    """For more than 64 rows on Hopper and groups of whole tiles. Blocks of 256 rows leave room for one program on a
+    multiprocessor, those of 128 for two."""
+    block_m, room = (128, 2 * _PROCESSORS) if rows <= 128 else (256, _PROCESSORS)
     row_blocks = -(-rows // block_m)
-    block_n = 128 if row_blocks * outputs >= _FULL * 128 else 64
+    block_n = 128 if block_m == 256 and row_blocks * outputs >= _PROCESSORS * 128 * 2 // 3 else 64
     programs = row_blocks * -(-outputs // block_n)
-    split = max(1, min(8, -(-inputs // TILE) // 8, (_FULL + programs // 2) // programs))
+    split = max(1, min(room // programs, 8, -(-inputs // TILE) // 8))
     if programs > -(-outputs // TILE) * TILE // LEAST_ROWS:
         split = 1  # there are no counters for so many
     return Cut(block_n, block_m, split, 3)

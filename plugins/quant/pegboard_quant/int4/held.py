@@ -17,7 +17,7 @@ _CHOOSE = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; selp.b32 $0, $1, $
 
 @gluon.jit
 def _left(words, step, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
-    """[warps, 2, 8 BLOCK_N] words -> codes less zero points [warps, BLOCK_N, 128], inputs in the order of `_ordered`."""
+    """[warps, 2, 8 BLOCK_N] words -> codes less zero points [warps, BLOCK_N, 128], inputs as in `_ordered`."""
     WARPS: gl.constexpr = words.shape[0]
     codes = unpack_words(words, DTYPE)
     # Bits: w9, those of a place in a row of words, and (low bit of a word's, n1, n0)
@@ -108,7 +108,7 @@ def multiply_held(
             held = held + (  # type: ignore[assignment]  # noqa: RUF005
                 _ask(words, steps, block, t + AHEAD, NP, GROUP_TILES, TILES, BLOCK_N, WORDS, LEFT),
             )
-        packed, step = held[t]
+        packed, step = held[t]  # type: ignore[var-annotated]
         w = _left(packed, step, DTYPE, BLOCK_N, LEFT)
         wide = gl.expand_dims(staged[t].load(gl.SliceLayout(2, RIGHT)), 2)
         wide, _ = gl.broadcast(wide, gl.zeros([num_warps, 128, 8], DTYPE, RIGHT))

@@ -12,16 +12,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .cuts import HELD_ROWS, Cut, HeldCut, held_cut, many_cut, rows_cut
+from .cuts import FEW_ROWS, HELD_ROWS, Cut, HeldCut, held_cut, many_cut, rows_cut
 from .held import multiply_held
 from .kernels import dequantise_tiles, multiply_rows
 from .layout import TILE, TiledWeight
 from .many import multiply_many
 
-#: Rows from which the weight is dequantised once and cuBLAS multiplies.
-DENSE_ROWS: Final = 257
-#: Rows up to which `multiply_rows` is ahead of `multiply_many`.
-_FEW_ROWS: Final = 64
+#: Rows from which the weight is dequantised once and cuBLAS multiplies: with `multiply_many`, and without it.
+DENSE_ROWS: Final = 1024
+_DENSE_ROWS_ELSE: Final = 257
 _TYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 #: Of x in shared memory.
 _LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -43,25 +42,28 @@ class Int4Launcher:
         if weight.order is not None:
             x = x.index_select(1, weight.order)
         rows, (outputs, inputs) = x.shape[0], weight.shape
-        if rows >= DENSE_ROWS:
+        cut = self.cut_of(rows, outputs, inputs, weight.group)
+        if cut is None:
             dense = self.dequantise(weight, x.dtype).T
             torch.mm(x, dense, out=out) if bias is None else torch.addmm(bias, x, dense, out=out)
         elif rows:
-            self.multiply_as(x, weight, bias, out, self.cut_of(rows, outputs, inputs, weight.group))
+            self.multiply_as(x, weight, bias, out, cut)
 
-    def cut_of(self, rows: int, outputs: int, inputs: int, group: int) -> HeldCut | Cut:
-        """How a product of fewer than `DENSE_ROWS` rows is cut."""
-        whole = self._hopper and group >= TILE
-        held = held_cut(rows, outputs, inputs) if whole and rows <= HELD_ROWS else None
-        if held is not None:
-            return held
-        if whole and rows > _FEW_ROWS and inputs % 8 == 0:
+    def cut_of(self, rows: int, outputs: int, inputs: int, group: int) -> HeldCut | Cut | None:
+        """How a product of so many rows is cut; None: the weight is dequantised once."""
+        # Bulk copies want rows of a multiple of 16 bytes
+        many = self._hopper and group >= TILE and inputs % 8 == 0
+        if rows >= (DENSE_ROWS if many else _DENSE_ROWS_ELSE):
+            return None
+        if self._hopper and group >= TILE and rows <= HELD_ROWS:
+            held = held_cut(max(1, rows), outputs, inputs)
+            if held is not None:
+                return held
+        if many and rows > FEW_ROWS:
             return many_cut(rows, outputs, inputs)
-        return rows_cut(rows, outputs, inputs, group, wide=self._wide)
+        return rows_cut(max(1, rows), outputs, inputs, group, wide=self._wide)
 
-    def multiply_as(
-        self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: HeldCut | Cut
-    ) -> None:
+    def multiply_as(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: HeldCut | Cut) -> None:
         """The same with this cut, of columns in the order of the codes."""
         x = x.contiguous()
         rows, (outputs, inputs) = x.shape[0], weight.shape
@@ -83,17 +85,16 @@ class Int4Launcher:
         if split > 1:
             size = split * blocks * row_blocks * cut.block_n * cut.block_m
             partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        # Bulk copies want 16 bytes
         copied = self._hopper and inputs % 8 == 0 and x.data_ptr() % 16 == 0
         shape, strides, box = [rows, inputs], [inputs, 1], [cut.block_m, TILE]
-        if cut.block_m > _FEW_ROWS:
+        if cut.block_m > FEW_ROWS:
             multiply_many[(row_blocks, blocks, split)](
                 weight.words, weight.steps, SharedDescriptor(x if copied else x.clone(), shape, strides, box, _LAYOUT),
                 bias, out, partial, weight.counters, rows, outputs, padded, out.stride(0), tiles, each, group_tiles,
                 BN=cut.block_n, BM=cut.block_m, SPLIT=split, STAGES=cut.stages, num_warps=cut.block_n // 16, **common,
             )  # fmt: skip
             return
-        copied &= cut.block_m == _FEW_ROWS
+        copied &= cut.block_m == FEW_ROWS
         multiply_rows[(blocks, split, row_blocks)](
             weight.words, weight.steps, TensorDescriptor(x, shape, strides, box) if copied else x, bias, out, partial,
             weight.counters, rows, outputs, inputs, padded, out.stride(0), tiles, each, group_tiles,

@@ -6,7 +6,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -43,9 +49,7 @@ def _copy(x, row, tile, memory, there):
     buffers, full, _, first = memory
     slot = tile % buffers.shape[0]
     mbarrier.expect(full.index(slot), buffers.shape[1] * 256, pred=there)
-    tma.async_copy_global_to_shared(
-        x, [row, (first + tile) * 128], full.index(slot), buffers.index(slot), pred=there
-    )
+    tma.async_copy_global_to_shared(x, [row, (first + tile) * 128], full.index(slot), buffers.index(slot), pred=there)
 
 
 @gluon.jit
@@ -76,9 +80,9 @@ def multiply_many(
     BN: gl.constexpr, BM: gl.constexpr, SPLIT: gl.constexpr, SCALE: gl.constexpr, BIAS: gl.constexpr,
     PDL: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """A program makes BN outputs of BM rows, a warpgroup 64 of them. While the tensor cores multiply a tile, the next is
-    unpacked: there are two left operands. Words are asked for two tiles before that, x by bulk copies STAGES tiles
-    ahead. Bytes: the weight once for every BM rows. Limit: the tensor cores."""
+    """A program makes BN outputs of BM rows, a warpgroup 64 of the outputs. While the tensor cores multiply a tile, the
+    next is unpacked: there are two left operands. Words are asked for two tiles before that, x by bulk copies STAGES
+    tiles ahead. Bytes: the weight once for every BM rows. Limit: the tensor cores."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WORDS: gl.constexpr = gl.BlockedLayout([2, 1, 4], [1, 1, 32], [1, num_warps // 4, 4], [2, 1, 0])

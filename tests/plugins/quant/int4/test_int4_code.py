@@ -35,6 +35,7 @@ def products(
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
     launcher = Int4Launcher(divmod(capability, 10))
     cut = cut or launcher.cut_of(rows, outputs, inputs, group)
+    assert cut is not None
     launcher.multiply_as(x, tiled(outputs, inputs, group), None, out, cut)
 
 
@@ -88,8 +89,8 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Za-z0-
 
 
 def overwritten(code: str) -> list[str]:
-    """Instructions that write to registers which a product in flight, `HGMMA`, reads its left operand from: the hardware
-    does not wait. Looks at the whole code in its order, and at each loop twice."""
+    """Instructions that write to registers from which a product in flight, `HGMMA`, reads its left operand: the
+    hardware does not wait. Looks at the whole code in its order, and at each loop twice."""
     lines = [(int(place, 16), name, rest) for place, name, rest in _INSTRUCTION.findall(code)]
     index = {place: i for i, (place, _, _) in enumerate(lines)}
     bodies = [lines]
@@ -132,3 +133,25 @@ def test_overwritten_operands_are_found() -> None:
     assert not overwritten(code(product, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "HMUL2.BF16_V2 R155, R1, R2"))
     assert not overwritten(code(product, "HMUL2.BF16_V2 R156, R152, R2"))
     assert overwritten(code("MOV R152, R1", product, "@P0 BRA 0x0")), "the next turn of a loop"
+
+
+@pytest.mark.parametrize("outputs", [64, 1032, 4096, 6144, 28672, 128256])
+@pytest.mark.parametrize("inputs", [64, 320, 4096, 14336, 57344])
+def test_cuts_fit(outputs: int, inputs: int) -> None:
+    """As many parts of sums as there are counters, no part without tiles, x in shared memory."""
+    launcher, tiles = Int4Launcher((9, 0)), -(-inputs // TILE)
+    counters = tiled(outputs, 64, 64).counters.numel()
+    for rows in (1, 2, 3, 4, 5, 16, 17, 64, 65, 128, 129, 256, 512, 1023):
+        cut = launcher.cut_of(rows, outputs, inputs, 128)
+        assert cut is not None
+        if isinstance(cut, HeldCut):
+            assert rows <= 4
+            assert cut.warps <= max(1, tiles)
+            assert cut.ahead * cut.warps <= tiles + cut.warps - 1
+            assert rows * -(-tiles // cut.warps) * cut.warps * TILE * 2 <= 200 << 10
+        else:
+            blocks = -(-outputs // cut.block_n) * -(-rows // cut.block_m)
+            assert cut.split <= tiles
+            assert cut.split == 1 or blocks <= counters
+    assert launcher.cut_of(1024, outputs, inputs, 128) is None
+    assert launcher.cut_of(257, outputs, inputs, 32) is None

@@ -127,7 +127,7 @@ WHOLE_GROUPS = [(64, 256, 128), (200, 640, 128), (1032, 904, 904), (136, 1536, 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 65, 128, 130, 256])
+@pytest.mark.parametrize("rows", [1, 3, 4, 65, 128, 130, 300])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), WHOLE_GROUPS)
 def test_products_of_few_and_many_rows(rows: int, outputs: int, inputs: int, group: int) -> None:
     weight = weight_of(outputs, inputs, group, zeros=rows != 3, order=rows == 128, scale=torch.float16)
@@ -142,8 +142,8 @@ def test_held_words_are_asked_for_in_any_order(block_n: int, warps: int) -> None
     from pegboard_quant.int4.cuts import HeldCut
 
     weight = weight_of(328, 4096, 128, zeros=True, scale=torch.bfloat16)
-    for rows in (1, 2, 4):
-        for ahead in {1, 2, min(4, 32 // warps)}:
+    for rows in (1, 4):
+        for ahead in (1, 2):
             assert_right(weight, rows, torch.bfloat16, cut=HeldCut(block_n, warps, ahead))
 
 
@@ -155,11 +155,9 @@ def test_many_rows_in_blocks_and_parts(block_n: int, block_m: int, split: int) -
     from pegboard_quant.int4.cuts import Cut
 
     weight = weight_of(1032, 4096 + 384, 128, zeros=True, scale=torch.bfloat16)
-    for dtype in FLOATS:
-        for stages in (2, 3):
-            for rows in (80, 256):
-                if split == 1 or block_n == 128 or block_m >= rows:
-                    assert_right(weight, rows, dtype, bias=True, cut=Cut(block_n, block_m, split, stages))
+    for rows in (80, 256):
+        if split == 1 or block_n == 128 or block_m >= rows:
+            assert_right(weight, rows, torch.bfloat16, bias=True, cut=Cut(block_n, block_m, split, 3))
 
 
 @pytest.mark.gpu

@@ -54,6 +54,7 @@ def test_codes_go_from_registers_into_the_product(
         assert found.instructions["LOP3"] > 0
     for found in made:
         assert found.instructions["HGMMA" if capability == 90 else "HMMA"] > 0
+        assert capability < 90 or not overwritten(found.code)
     assert all((found.instructions["ACQBULK"] > 0) == (capability == 90) for found in made), "dependent launch"
 
 

@@ -94,42 +94,68 @@ class Arm:
         self.seconds.append(seconds)
 
 
-def make_arms(model: str, draft: str | None, heads: Sequence[str], common: dict[str, Any]) -> list[Arm]:
+def make_arms(
+    model: str, draft: str | None, heads: Sequence[str], head_drafts: int | None, common: dict[str, Any]
+) -> list[Arm]:
     ngram = {"speculator": {"use": "ngram", "options": {"drafts": 8}}}
     settings: dict[str, Any] = {"plain": {}, "ngram": ngram, "ngram all": {**ngram, "adapt_drafts": False}}
     for each in heads:
         kind, _, folder = each.partition("=")
-        trained = {"speculator": {"use": kind, "options": {"model": folder}}}
+        options = {"model": folder} | ({} if head_drafts is None else {"drafts": head_drafts})
+        trained = {"speculator": {"use": kind, "options": options}}
         settings |= {kind: trained, f"{kind} all": {**trained, "adapt_drafts": False}}
     if draft is not None:
         settings["draft"] = {"speculator": {"use": "draft_model", "options": {"model": draft}}}
     return [Arm(name, model, {**common, **own}) for name, own in settings.items()]
 
 
-def measure(arms: Sequence[Arm], rounds: int, prompts: Sequence[str], tokens: int) -> None:
-    """One round more than `rounds`, which nobody counts: kernels are compiled in it."""
+Counts = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def measure(arms: Sequence[Arm], rounds: int, prompts: Sequence[str], tokens: int) -> Counts:
+    """One round more than `rounds`, which nobody counts: kernels are compiled in it. What each arm had proposed and
+    accepted before."""
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
+    before: Counts = {}
+    for arm in arms:
+        arm.seconds, stats = [], arm.engine.stats().speculation
+        if stats is not None:
+            before[arm.name] = (tuple(stats.proposed), tuple(stats.accepted))
     for turn in range(rounds + 1):
         first = turn % len(arms)
         for arm in [*arms[first:], *arms[:first]]:
             arm.run(prompts, sampling)
     for arm in arms:
         del arm.seconds[0]
+    return before
 
 
-def summary(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+def since(after: Sequence[int], before: Sequence[int]) -> list[int]:
+    """By place; an engine that has not drafted yet has none."""
+    return [count - (before[place] if place < len(before) else 0) for place, count in enumerate(after)]
+
+
+def summary(arms: Sequence[Arm], before: Counts | None = None) -> list[dict[str, Any]]:
     plain, found = arms[0], []
     for arm in arms:
         made = sum(len(ids) - 1 for ids in arm.tokens)
         stats = arm.engine.stats().speculation
+        proposed: list[int] = []
+        accepted: list[int] = []
+        if stats is not None:
+            earlier = (before or {}).get(arm.name, ((), ()))
+            proposed, accepted = since(stats.proposed, earlier[0]), since(stats.accepted, earlier[1])
+        drafted = proposed[0] if proposed else 0
         found.append(
             {
                 "arm": arm.name,
                 "tokens_per_second": made / statistics.median(arm.seconds),
                 "speedup": statistics.median(a / b for a, b in zip(plain.seconds, arm.seconds, strict=True)),
                 "match": arm.tokens == plain.tokens,
-                "mean_length": None if stats is None else stats.mean_length,
-                "acceptance": None if stats is None else [round(share, 3) for share in stats.acceptance],
+                "mean_length": 1 + sum(accepted) / drafted if drafted else None,
+                "acceptance": [
+                    round(right / count, 3) for right, count in zip(accepted, proposed, strict=True) if count
+                ],
                 "predicted": None if stats is None else stats.predicted,
                 "measured": None if stats is None else stats.measured,
                 "break_even": None if stats is None else stats.break_even,
@@ -165,39 +191,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--draft", help="a draft model; none: no such arm")
     parser.add_argument("--heads", action="append", default=[], metavar="KIND=FOLDER", help="trained heads")
-    parser.add_argument("--prompts-of", choices=SETS, default="copies")
+    parser.add_argument("--head-drafts", type=int, help="drafts of trained heads; none: their default")
+    parser.add_argument("--prompts-of", choices=SETS, action="append", help="copies; may be repeated")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--kv-memory", help="of each engine; several on one GPU can't have most of it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
     parser.add_argument("--prompts", type=int, help="so many of them; none: all")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     asked = parser.parse_args(arguments)
-    common = {"device": asked.device} | ({} if asked.threads is None else {"threads": asked.threads})
-    arms = make_arms(asked.model, asked.draft, asked.heads, common)
+    common = {"device": asked.device}
+    common |= {name: vars(asked)[name] for name in ("threads", "kv_memory") if vars(asked)[name] is not None}
+    arms = make_arms(asked.model, asked.draft, asked.heads, asked.head_drafts, common)
     try:
-        measure(arms, asked.rounds, SETS[asked.prompts_of][: asked.prompts], asked.tokens)
-        found = summary(arms)
+        for prompts_of in asked.prompts_of or ["copies"]:
+            before = measure(arms, asked.rounds, SETS[prompts_of][: asked.prompts], asked.tokens)
+            report(asked, prompts_of, summary(arms, before))
     finally:
         for arm in arms:
             arm.engine.close()
-    print(table(found))
+    return 0
+
+
+def report(asked: argparse.Namespace, prompts_of: str, found: Sequence[dict[str, Any]]) -> None:
+    print(f"{prompts_of}\n{table(found)}" if asked.prompts_of and len(asked.prompts_of) > 1 else table(found))
     asked.out.mkdir(parents=True, exist_ok=True)
-    file = asked.out / f"speculation-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    file = asked.out / f"speculation-{prompts_of}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    on_gpu = asked.device.startswith("cuda")
     facts = {
         "model": asked.model,
         "draft": asked.draft,
         "heads": [_facts(each) for each in asked.heads],
-        "prompts_of": asked.prompts_of,
+        "head_drafts": asked.head_drafts,
+        "prompts_of": prompts_of,
         "device": asked.device,
-        "machine": platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": asked.threads or torch.get_num_threads(),
         "torch": torch.__version__,
     }
     file.write_text(json.dumps({**facts, "arms": found}, indent=1) + "\n", encoding="utf-8")
     print(file)
-    return 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from .contracts.observer import RequestMetrics
 from .contracts.sampler import SamplingParams, TokenLogprobs
 from .contracts.scheduler import FinishReason, Progress, StepPlan
@@ -33,23 +35,29 @@ class Emission:
         self.detokenizer = detokenizer
         self.matcher = matcher
         self.output_tokens = 0
+        #: What nobody waits for, to be made text at once later.
+        self.held: list[Progress] = []
         #: Why no text can be made any more.
         self.failure: str | None = None
         self.first_row: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
 
-    def accept(self, tokens: Sequence[int], now: float) -> tuple[str, int, bool]:
+    def note(self, now: float) -> None:
+        """Tokens have come."""
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+
+    def accept(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
         """Text to stream, how many of the tokens belong to the output, and whether a stop string ended it."""
+        if self.matcher is None:
+            self.output_tokens += len(tokens)
+            return self.detokenizer.push(tokens) if self.detokenizer is not None else "", len(tokens), False
         pieces: list[str] = []
         for taken, token in enumerate(tokens, start=1):
             self.output_tokens += 1
-            self.first_token = self.first_token or now
-            self.last_token = now
             text = self.detokenizer.push((token,)) if self.detokenizer is not None else ""
-            if self.matcher is None:
-                pieces.append(text)
-                continue
             released, stopped = self.matcher.push(text, self.output_tokens >= self.sampling.min_tokens)
             pieces.append(released)
             if stopped:
@@ -107,18 +115,28 @@ class Emitter:
             if emission is not None and emission.first_row is None:
                 emission.first_row = self._clock()
 
-    def emit(self, progress: Progress) -> Delta | None:
-        """What to deliver for one sequence, or None. An exception here is the sequence's own failure."""
+    def emit(self, progress: Progress, wanted: bool = True) -> Delta | None:
+        """What to deliver for one sequence, or None. An exception here is the sequence's own failure.
+
+        `wanted`: somebody waits for it. Else it may be delivered with what comes later."""
         emission = self._live.get(progress.id)
         if emission is None:
             return None
         if emission.failure is not None:
             return self.fail(progress, RuntimeError(emission.failure)) if progress.finish_reason is not None else None
         now = self._clock()
+        if progress.tokens:
+            emission.note(now)
+        if not wanted and progress.finish_reason is None and emission.matcher is None:
+            emission.held.append(progress)
+            return None
+        if emission.held:
+            progress = _joined(emission.held, progress)
+            emission.held = []
         text, taken, stopped = "", 0, progress.id in self._stopped
         logprobs: tuple[TokenLogprobs, ...] = ()
         if not stopped:
-            text, taken, stopped = emission.accept(progress.tokens, now)
+            text, taken, stopped = emission.accept(progress.tokens)
             logprobs = progress.logprobs[:taken]
             if stopped and progress.finish_reason is None:
                 self._stopped.add(progress.id)
@@ -133,6 +151,8 @@ class Emitter:
             self.forget(progress.id)
         if not (text or taken or progress.prompt_logprobs or reason):
             return None
+        if reason is None and not (logprobs or progress.prompt_logprobs):
+            return Delta(index=emission.index, text=text, token_ids=progress.tokens[:taken])
         return Delta(
             index=emission.index,
             text=text,
@@ -158,3 +178,14 @@ class Emitter:
         self.forget(progress.id)
         metrics = emission.metrics(self._clock(), progress)
         return Delta(index=emission.index, finish_reason="error", error=emission.failure, metrics=metrics)
+
+
+def _joined(held: Sequence[Progress], last: Progress) -> Progress:
+    """The last one with everything that came before."""
+    every = (*held, last)
+    return replace(
+        last,
+        tokens=tuple(token for progress in every for token in progress.tokens),
+        logprobs=tuple(record for progress in every for record in progress.logprobs),
+        prompt_logprobs=tuple(record for progress in every for record in progress.prompt_logprobs),
+    )

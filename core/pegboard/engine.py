@@ -288,7 +288,7 @@ class Engine:
             if handle is None:
                 continue
             try:
-                delta = self._emitter.emit(progress)
+                delta = self._emitter.emit(progress, not handle.gathering)
             except Exception as error:  # a tokenizer that raises is this request's trouble only
                 logger.error("emitting text of %s failed", progress.id, exc_info=error)
                 delta = self._emitter.fail(progress, error)

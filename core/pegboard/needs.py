@@ -113,8 +113,9 @@ def derive_needs(
     max_length: int,
     page_size: int,
     drafts: int = 0,
+    trees: bool = False,
 ) -> Needs:
-    """`drafts`: of a row at most; rows with up to 1 + drafts queries are decode rows."""
+    """`drafts`: of a row at most; rows with up to 1 + drafts queries are decode rows. `trees`: they are trees."""
     layers = tuple(dict.fromkeys(layer for layer in spec.layers if isinstance(layer, AttentionLayer)))
 
     def attention(phase: Literal["prefill", "decode"], max_query: int) -> AttentionNeed:
@@ -128,6 +129,7 @@ def derive_needs(
             max_query=max_query,
             max_rows=config.max_rows,
             max_length=max_length,
+            ancestors=trees and phase == "decode",
             batch_invariant=config.batch_invariant,
         )
 
@@ -156,6 +158,7 @@ def derive_needs(
             slots=config.max_rows + 1,  # the last one is of idle rows
             max_length=max_length,
             max_drafts=drafts,
+            trees=trees,
             batch_invariant=config.batch_invariant,
             dtype=dtype,
         ),

@@ -85,7 +85,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is new in one continuation. The last one of each index has a finish_reason."""
 
     index: int = 0

@@ -19,7 +19,7 @@ _TEMPLATES: Final = Path(__file__).parent / "templates"
 #: Files of every role; those of a role stand beside.
 _COMMON: Final = "common"
 #: Roles that have a template.
-TEMPLATE_ROLES: Final = ("attention", "cache", "scheduler", "sampler", "quantizer")
+TEMPLATE_ROLES: Final = ("attention", "cache", "scheduler", "sampler", "quantizer", "logits_processor")
 
 
 class NewPlugin(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ def _check_package(name: str, package: str) -> None:
 
 
 def _class_name(name: str, role: str) -> str:
-    words = name.split("-")
-    if words[-1] != role:
-        words.append(role)
+    words, what = name.split("-"), role.rpartition("_")[2]
+    if words[-1] != what:
+        words.append(what)
     return "".join(word[:1].upper() + word[1:] for word in words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
@@ -33,13 +32,18 @@ class Handle:
         self.indices = indices
         self._engine = engine
         self._bound = bound
-        self._ready = threading.Condition()
-        self._waiting: deque[Delta] = deque()
+        #: The condition's lock, which is taken for each token.
+        self._lock = threading.RLock()
+        self._ready = threading.Condition(self._lock)
         self._open = set(indices.values())
         self._paused = False
-        self._gathering = False
-        #: Every delta so far, for `result`.
+        #: Only the `result` is wanted.
+        self.gathering = False
+        #: Every delta so far, and how many of them the consumer has taken.
         self._record: list[Delta] = []
+        self._taken = 0
+        #: Threads that wait for something new.
+        self._asleep = 0
         self._listener: Callable[[], None] | None = None
 
     # -- the consumer's side
@@ -53,7 +57,7 @@ class Handle:
         """The next delta, waiting for it; None when all were taken. TimeoutError after `timeout` seconds."""
         self._engine._check_process()
         with self._ready:
-            if not self._ready.wait_for(lambda: self._waiting or not self._open, timeout):
+            if not self._wait_for(lambda: self._waiting > 0 or not self._open, timeout):
                 raise TimeoutError(f"request {self.id}: nothing new within {timeout} s")
             return self._pop()
 
@@ -83,15 +87,15 @@ class Handle:
         self._engine._check_process()
         self.gather()
         with self._ready:
-            if not self._ready.wait_for(lambda: not self._open, timeout):
+            if not self._wait_for(lambda: not self._open, timeout):
                 raise TimeoutError(f"request {self.id}: not finished within {timeout} s")
             return _join(self.id, self.prompt_token_ids, self._record)
 
     def gather(self) -> None:
         """Only the `result` is wanted: nothing waits for a consumer any more, so nothing pauses."""
         with self._ready:
-            self._gathering = True
-            self._waiting.clear()
+            self.gathering = True
+            self._taken = len(self._record)
             self._release()
 
     def abort(self) -> None:
@@ -104,9 +108,27 @@ class Handle:
             self._listener = listener
         listener()
 
+    @property
+    def _waiting(self) -> int:
+        """Deltas that the consumer has not taken."""
+        return 0 if self.gathering else len(self._record) - self._taken
+
+    def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """With the lock held."""
+        if not ready():
+            self._asleep += 1
+            try:
+                return self._ready.wait_for(ready, timeout)
+            finally:
+                self._asleep -= 1
+        return True
+
     def _pop(self) -> Delta | None:
-        delta = self._waiting.popleft() if self._waiting else None
-        if self._paused and len(self._waiting) <= self._bound // 2:
+        delta = None
+        if self._waiting:
+            delta = self._record[self._taken]
+            self._taken += 1
+        if self._paused and self._waiting <= self._bound // 2:
             self._release()
         return delta
 
@@ -119,18 +141,17 @@ class Handle:
 
     def put(self, delta: Delta) -> bool:
         """False: the consumer is behind, pause the request."""
-        with self._ready:
+        with self._lock:
             if delta.index not in self._open:
                 return True
             self._record.append(delta)
-            if not self._gathering:
-                self._waiting.append(delta)
             if delta.finish_reason is not None:
                 self._open.discard(delta.index)
-            if len(self._waiting) > self._bound and not self._paused and self._open:
+            if not self._paused and self._waiting > self._bound and self._open:
                 self._paused = True
             paused, listener = self._paused, self._listener
-            if not self._gathering or delta.finish_reason is not None:  # each waking costs the step's thread a turn
+            # Each waking costs the step's thread a turn
+            if self._asleep and (not self.gathering or delta.finish_reason is not None):
                 self._ready.notify_all()
         if listener is not None:
             try:

@@ -37,6 +37,9 @@ from .registry.resolution import Decision, resolve, winner
 from .selection import Selection, role_of
 from .text import Tokenizer, has_tokenizer, load_tokenizer, no_tokenizer
 
+#: With the last token their ancestors are bits of 63.
+_MOST_IN_TREE = 62
+
 
 class Survey:
     """Config, checkpoint, model and device put together: what every part must serve."""
@@ -69,9 +72,11 @@ class Survey:
         """Set what every part must serve for sequences of at most `longest` tokens."""
         self.max_length = longest
         self.speculation = self._speculation()
-        drafts = 0 if self.speculation is None else self.speculation.drafts
+        drafts, trees = 0, False
+        if self.speculation is not None:
+            drafts, trees = self.speculation.drafts, self.speculation.depth is not None
         self.needs = derive_needs(
-            self.config, self.checkpoint, self.spec, self.device, self.dtype, longest, self.page_size, drafts
+            self.config, self.checkpoint, self.spec, self.device, self.dtype, longest, self.page_size, drafts, trees
         )
 
     @property
@@ -116,6 +121,8 @@ class Survey:
         if spec.hidden != "none" and not self.selection.factory("model").shares_ends:
             problems.append(f"{named} drafts with embedding and head of {self.spec.architecture}, which shares neither")
         most = choose_step_tokens(self.config, self.device)
+        if spec.depth is not None and spec.drafts > _MOST_IN_TREE:
+            problems.append(f"{named} gives trees of {spec.drafts} drafts; {_MOST_IN_TREE} are possible")
         if spec.drafts >= most:
             problems.append(f"{named} gives {spec.drafts} drafts; max_step_tokens = {most}: raise it")
         return problems

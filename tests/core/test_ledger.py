@@ -96,10 +96,43 @@ def test_rows_in_flight_are_fed_by_the_device_from_an_upper_bound():
     ]
     desk.commit(one)
     desk.commit(two, a=(51, 52))  # one of three drafts was right
-    (row,) = desk.plan().rows
-    assert (row.start, row.tokens) == (26, ())
+    four = desk.plan()
+    assert (four.rows[0].tokens, four.reach) == ((), 27)  # `start` is that of any step
+    assert four.rows[0].start >= 26
     desk.commit(three, a=(53,))
     assert desk.sequence("a").entries == 23
+
+
+def test_a_row_that_goes_on_is_the_same_in_every_step():
+    desk = Desk()
+    desk.add()
+    desk.add("b")
+    plans = [desk.plan()]
+    for _ in range(3):
+        plans.append(desk.plan())
+        desk.commit(plans[-2])
+    assert [plan.reach for plan in plans] == [None, 21, 22, 23]
+    assert all(later is row for plan in plans[2:] for row, later in zip(plans[1].rows, plan.rows, strict=True))
+    desk.ledger.preempt(desk.sequence("a"))
+    desk.ledger.finish("b", "abort")
+    desk.commit(plans[-1])
+    (again,), (fed,) = desk.plan().rows, desk.plan().rows
+    assert (again.id, fed.id, fed.tokens, fed.epoch) == ("a", "a", (), again.epoch)
+    assert fed.epoch != plans[1].rows[0].epoch, "an old row would be void"
+
+
+def test_results_in_any_order_find_their_rows():
+    desk = Desk()
+    for name in ("a", "b", "c"):
+        desk.add(name)
+    plan = desk.plan()
+    rows = [RowResult(id=row.id, epoch=row.epoch, tokens=(50 + at,)) for at, row in enumerate(plan.rows)]
+    progress = desk.ledger.commit(StepResult(step=plan.id, rows=(rows[2], rows[0])))
+    assert {p.id: p.tokens for p in progress if p.finish_reason is None} == {"a": (50,), "c": (52,)}
+    assert [(p.id, p.finish_reason) for p in progress if p.finish_reason] == [("b", "error")]
+    plan = desk.plan()
+    with pytest.raises(KeyError, match="that the step has not"):
+        desk.ledger.commit(StepResult(step=plan.id, rows=(RowResult(id="x", tokens=(1,)),)))
 
 
 def test_drafts_and_rows_stop_at_max_length():

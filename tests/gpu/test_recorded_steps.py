@@ -167,6 +167,36 @@ def test_nothing_compiles_while_it_serves(
     assert compiled == []
 
 
+def test_an_engine_that_waits_for_its_first_request_records(
+    path: Path, make_engine: Callable[..., Any], caplog: Any
+) -> None:
+    """By then all is compiled, and the first step might be recorded in a thread that has launched nothing yet."""
+    engine = make_engine(path, **SETTINGS)
+    kernels = engine._phases.executor._runner._compilation._mode.kernels.values()
+    end = time.monotonic() + 120
+    while not all(kernel.future is not None and kernel.future.done() for kernel in kernels):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    for salt in "ab":
+        engine.generate([Request(prompt=r.prompt, sampling=r.sampling, salt=salt) for r in requests(8)])
+    assert graphs_of(engine) > 0
+    assert "can't be recorded" not in caplog.text
+
+
+def test_a_recording_that_breaks_off_leaves_the_others_alone(path: Path, make_engine: Callable[..., Any]) -> None:
+    engine = make_engine(path, **SETTINGS)
+    recordings = engine._phases.executor._runner._recordings
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        numbers = torch.zeros(4, device="cuda")
+        for _ in range(4):
+            recordings.run(("waits",), lambda: numbers.sum().item())
+        for _ in range(3):
+            found = recordings.run(("adds",), lambda: numbers.add_(1).clone())
+        assert len(recordings) == 1
+        assert found.tolist() == [3.0] * 4
+
+
 def test_two_engines_record_side_by_side(path: Path, make_engine: Callable[..., Any]) -> None:
     expected = told(make_engine(path, cuda_graphs=False, **SETTINGS | {"dtype": "float32"}).generate(requests(16)))
     engines = [make_engine(path, **SETTINGS | {"dtype": "float32"}) for _ in range(2)]

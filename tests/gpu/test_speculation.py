@@ -35,7 +35,7 @@ def tokens(model: Path, **settings: Any) -> list[tuple[int, ...]]:
         return [handle.result().raise_for_error().token_ids for handle in handles]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model", "medusa", "eagle"])
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "medusa", "medusa tree", "eagle"])
 def test_the_same_tokens_from_recorded_steps(
     model: Path, heads: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,10 +48,10 @@ def test_the_same_tokens_from_recorded_steps(
         return record(self, key, work)
 
     monkeypatch.setattr(Recordings, "_record", seen)
-    options: dict[str, Any] = {"drafts": 3} | (
-        {"min_n": 1} if name == "ngram" else {"model": str(heads.get(name, model))}
-    )
-    speculator = {"use": name, "options": options}
+    kind, *tree = name.split()
+    options: dict[str, Any] = {"min_n": 1} if name == "ngram" else {"model": str(heads.get(kind, model))}
+    options |= {"choices": [[0], [0, 0], [1], [0, 1], [1, 0], [2]]} if tree else {"drafts": 3}
+    speculator = {"use": kind, "options": options}
     assert tokens(model, speculator=speculator, adapt_drafts=False) == expected
     assert any(isinstance(part, StepShape) and part.drafts for key in recorded for part in key)
     torch.cuda.synchronize()

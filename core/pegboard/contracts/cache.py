@@ -194,6 +194,10 @@ class CacheManager(ABC):
         """Raise AssertionError, naming the pages, when an invariant is broken: every page is in exactly one of free,
         cached, held, fenced; reference counts equal the tables that name a page; no page is writable by two."""
 
+    #: While a sequence grows token by token the scheduler may hold `commit` back until it has a multiple of this many
+    #: entries: to the manager nothing changes in between.
+    commit_stride: int = 1
+
     #: True: the attention backend must add up score mass (see AttentionBackend), and the executor reports it.
     needs_score_mass: bool = False
 

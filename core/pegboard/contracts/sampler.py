@@ -89,7 +89,7 @@ class SlotOpening(msgspec.Struct, frozen=True, kw_only=True):
     max_length: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probability of one token and of the most probable alternatives, best first."""
 
     token_id: int
@@ -103,8 +103,9 @@ class SamplerNeed(msgspec.Struct, frozen=True, kw_only=True):
     #: Slots are 0 .. slots-1. The runner may keep the last one for the idle rows of captured steps.
     slots: int
     max_length: int
-    #: Drafts a row at most (verify).
+    #: Drafts a row at most (verify), and whether they are trees.
     max_drafts: int = 0
+    trees: bool = False
     batch_invariant: bool = False
     #: Of the logits; None: not known yet, any.
     dtype: str | None = None
@@ -153,8 +154,10 @@ class VerifyRows(msgspec.Struct, frozen=True, kw_only=True):
     #: [T, V] draft distributions for `rejection`, that of the first query of a row arbitrary; or None.
     probs: Tensor | None
     host_slots: tuple[int, ...]
-    #: Queries of each row, when the host knows them; T is their sum.
+    #: Queries of each row, when the host knows them, those of idle ones too; T is their sum.
     host_queries: tuple[int, ...] | None = None
+    #: As in SampleRows; idle rows then come last, and keep what they like.
+    key: Hashable = None
 
 
 class VerifyOutput(msgspec.Struct, frozen=True, kw_only=True):

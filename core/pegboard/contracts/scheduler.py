@@ -49,14 +49,14 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     host_chooses: bool = False
 
 
-class RowPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a step: `query` tokens of one sequence."""
+class RowPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One row of a step: `query` tokens of one sequence. A scheduler may give the same one again."""
 
     id: str
     slot: int
     #: Query tokens, >= 1: a prefill chunk, 1 (decode), or 1 + drafts.
     query: int
-    #: Position of the first query: exact when `tokens` is given, else an upper bound.
+    #: Position of the first query: exact when `tokens` is given, else an upper bound (see StepPlan.reach).
     start: int
     #: The ids of the first `query - drafts` queries when the host knows them, else empty: the device feeds its last
     #: token. Drafts always come from the device.
@@ -98,9 +98,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     copies: tuple[PageCopy, ...] = ()
     moves: tuple[EntryMove, ...] = ()
     tables: tuple[SlotPages, ...] = ()
+    #: Entries that a row which the device feeds has after this step, at most. None: as `start` and `query` of each say.
+    reach: int | None = None
 
 
-class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+class RowResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one row of a retired step gave."""
 
     id: str
@@ -146,7 +148,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     shadow: tuple[ShadowCheck, ...] = ()
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What became final for one sequence. Exactly one with a finish_reason is given for each admitted sequence."""
 
     id: str

@@ -38,6 +38,8 @@ class SpeculatorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Drafts a row at most; decode rows have up to 1 + drafts queries.
     drafts: int
+    #: Its drafts are trees (`Drafts.parents`), of which so many drafts follow one another at most. None: chains.
+    depth: int | None = None
     #: Target layers whose hidden states it reads.
     taps: tuple[int, ...] = ()
     #: The target's final hidden states that it is told (`Speculator.observe_hidden`): none; those of the tokens that
@@ -85,9 +87,10 @@ class DraftContext(msgspec.Struct, frozen=True, kw_only=True):
 class Drafts(msgspec.Struct, frozen=True, kw_only=True):
     #: [R, k] int64; -1: no draft here (a row may propose fewer)
     ids: Tensor
-    #: [R, k] int64: index of each draft's parent among (last token, draft 0, draft 1, ...); None: a chain.
+    #: [R, k] int64: index of each draft's parent among (last token, draft 0, draft 1, ...), which stands before it;
+    #: drafts of one parent differ. None: a chain. With a `SpeculatorSpec.depth`, and only then.
     parents: Tensor | None = None
-    #: [R, k, V] float32 distributions that the drafts were drawn from.
+    #: [R, k, V] float32 distributions that the drafts were drawn from; None for a tree.
     probs: Tensor | None = None
 
 

@@ -34,13 +34,18 @@ class _Step(msgspec.Struct, frozen=True):
 
 
 class DraftLimits:
-    """Of one engine. With `adapts` off it measures only, and every row has the drafts that it may have."""
+    """Of one engine. With `adapts` off it measures only, and every row has the drafts that it may have.
 
-    def __init__(self, most: int, adapts: bool) -> None:
-        self._most, self._adapts = most, adapts
+    Drafts that are trees have a `depth`: places are then those along a path, and a row has all drafts or none."""
+
+    def __init__(self, most: int, adapts: bool, depth: int | None = None) -> None:
+        self._most, self._adapts, self._depth = most, adapts, depth
+        #: Numbers of drafts that a row may have, and the places that they reach.
+        self._choices = {most: depth} if depth is not None else {count: count for count in range(1, most + 1)}
         self._steps: deque[_Step] = deque(maxlen=_WINDOW)
-        self._rows = numpy.full(most, _PRIOR_ROWS)
-        self._accepted = _PRIOR_ROWS * _PRIOR ** numpy.arange(1, most + 1)
+        places = most if depth is None else depth
+        self._rows = numpy.full(places, _PRIOR_ROWS)
+        self._accepted = _PRIOR_ROWS * _PRIOR ** numpy.arange(1, places + 1)
         self._asked = 0
         #: When the last step was known to be over.
         self._over = 0.0
@@ -63,9 +68,14 @@ class DraftLimits:
         """The rows of a step as they will run; it was begun at `begin`, before drafts were asked for."""
         return MeasuredStep(self, rows, begin)
 
+    def by_place(self, drafts: Sequence[int]) -> list[int]:
+        """Rows that have a draft in a first, a second, ... place, of rows with so many drafts."""
+        reached = [count if self._depth is None else min(count, self._depth) for count in drafts]
+        return [sum(places > place for places in reached) for place in range(max(reached, default=0))]
+
     def take(self, planned: Sequence[int], accepted: Sequence[int], step: _Step | None) -> None:
-        """planned, accepted: rows with more than 0, 1, ... drafts, and those that accepted them. `step`: of decode rows
-        alone."""
+        """planned, accepted: rows with a draft in a first, a second, ... place, and those that accepted it. `step`: of
+        decode rows alone."""
         if planned:
             rows, count = numpy.array(planned), len(planned)
             self._rows[:count] = self._rows[:count] * _KEEP**rows + rows
@@ -98,8 +108,8 @@ class DraftLimits:
             return
         more = max(float(cost[2]), 0.0) * rows / plain
         kept = 1 + numpy.cumsum(self._accepted / self._rows)
-        gains = [1.0, *(float(kept[k - 1]) / (1 + more * k) for k in range(1, self._most + 1))]
-        best = int(numpy.argmax(gains))
+        gains = {0: 1.0} | {k: float(kept[places - 1]) / (1 + more * k) for k, places in self._choices.items()}
+        best = max(gains, key=lambda count: gains[count])
         if self._adapts:
             self.allowed = best if gains[best] >= _GAIN else 0
         self.predicted, self.break_even = gains[self.allowed], 1 + more * (self.allowed or self._most)
@@ -112,9 +122,8 @@ class MeasuredStep:
 
     def __init__(self, limits: DraftLimits, rows: Sequence[RowPlan], begin: float) -> None:
         self._limits, self._begin, self._end = limits, begin, 0.0
-        widest = max((row.drafts for row in rows), default=0)
-        self._planned = [sum(row.drafts > place for row in rows) for place in range(widest)]
-        self._rows = len(rows)
+        drafts = [row.drafts for row in rows]
+        self._planned, self._drafts, self._rows = limits.by_place(drafts), sum(drafts), len(rows)
         self._alone = all(
             row.samples and row.query == 1 + row.drafts and row.opening is None and not row.targets for row in rows
         )
@@ -123,11 +132,13 @@ class MeasuredStep:
         """The host was the device: the step is over."""
         self._end = perf_counter()
 
-    def over(self, proposed: Sequence[int], accepted: Sequence[int], kept: int) -> DraftReport:
-        """Rows with more than 0, 1, ... drafts, and those that accepted them; tokens of all rows."""
+    def over(self, drafted: Sequence[int], kept: Sequence[int]) -> DraftReport:
+        """Drafts that rows had, and tokens that they kept."""
         limits = self._limits
+        proposed = limits.by_place(drafted)
+        accepted = [sum(count - 1 > place for count in kept) for place in range(len(proposed))]
         seconds = limits.seconds(self._begin, self._end or perf_counter())
-        step = _Step(self._rows, sum(self._planned), kept, seconds) if self._alone else None
+        step = _Step(self._rows, self._drafts, sum(kept), seconds) if self._alone else None
         limits.take(self._planned, accepted, step)
         return DraftReport(
             proposed=tuple(proposed),

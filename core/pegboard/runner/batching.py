@@ -23,6 +23,8 @@ def _sections(shape: StepShape) -> dict[str, int]:
     """What the host tells the device, and how many numbers of each. By row its slot, the tokens by which it grows, and
     where it starts; by token its slot, position and id; by choice the token that it follows, and its slot.
 
+    With drafts a token's place in its row as well.
+
     -1 stands for what the device knows by slot; position -1 - i for the i-th after that, id -2 - i for the i-th draft.
     With drafts a row's choices follow its last token and each draft; `verify_start` says where they begin."""
     rows, tokens = shape.rows, shape.tokens
@@ -31,7 +33,7 @@ def _sections(shape: StepShape) -> dict[str, int]:
         return told if shape.known == "none" else told | {"starts": rows, "ids": rows}
     told |= {"starts": rows, "query_start": rows + 1, "token_slots": tokens, "positions": tokens, "ids": tokens}
     if shape.drafts:
-        told["verify_start"] = shape.verified + 1
+        told |= {"places": tokens, "verify_start": shape.verified + 1}
     return told | {"last": shape.samples, "sample_slots": shape.verified or shape.samples}
 
 
@@ -48,8 +50,8 @@ def _laid_out(shape: StepShape) -> tuple[dict[str, slice], int]:
 def most_packed(limits: Limits) -> int:
     """Numbers that `pack` gives at most."""
     rows, tokens = 2 * limits.rows, limits.rows * limits.decode_width + limits.step_tokens
-    sections = 9
-    return 4 * rows + 1 + 4 * tokens + 3 * limits.rows + sections
+    sections = 10
+    return 4 * rows + 1 + 5 * tokens + 3 * limits.rows + sections
 
 
 def pack(rows: Sequence[RowPlan], decode_rows: int, shape: StepShape, idle: int) -> NDArray[numpy.int64]:
@@ -122,6 +124,8 @@ def _pack_tokens(
         if row.drafts:
             parts["ids"][at + row.query - row.drafts : at + row.query] = -2 - inside[: row.drafts]
         parts["ids"][at + row.query : at + width] = -2  # the idle slot has no drafts
+        if "places" in parts:
+            parts["places"][at : at + row.query] = inside
     if "verify_start" in parts:
         _pack_choices(rows, first, parts)
         return
@@ -146,11 +150,12 @@ def _pack_choices(rows: Sequence[RowPlan], first: Sequence[int], parts: dict[str
 
 
 class Verifying(msgspec.Struct, frozen=True):
-    """Where the N choosing rows' queries begin among the S choices [N + 1] int32, and the ids of these [S], -1 for no
-    draft."""
+    """Where the N choosing rows' queries begin among the S choices [N + 1] int32, the ids of these [S], -1 for no
+    draft, and where drafts are trees their parents [S] (see VerifyRows)."""
 
     query_start: Tensor
     ids: Tensor
+    parents: Tensor | None = None
 
 
 class Assembled:
@@ -185,6 +190,7 @@ def unpack(
     starts, ids, positions = _places(parts, slots, token_slots, shape, state)
     ends = starts + parts["advance"]
     last, verifying, chosen = parts.get("last"), None, parts.get("sample_slots", slots)
+    entries, ancestors = positions, None
     follows = positions if last is None else positions[last]
     if shape.drafts:
         assert last is not None  # a step with drafts is no chain
@@ -193,12 +199,18 @@ def unpack(
         follows = positions[first]
         if drafting is not None and drafting.inside:
             drafting.propose(chosen, ids[first], follows, shape.drafts)
-        drafted = state.drafts[token_slots, (-2 - ids).clamp_(min=0)]
-        ids = torch.where(ids < -1, drafted, ids)
-        verifying = Verifying(begin.to(torch.int32), ids[last])
+        index, drafts = (token_slots, (-2 - ids).clamp_(min=0)), ids < -1
+        ids, parents = torch.where(drafts, state.drafts[index], ids), None
+        if state.trees is not None:
+            places, trees = parts["places"], state.trees
+            parents = torch.where(drafts, trees.parents[index], -1)[last]
+            chain = (2 << places.clamp(0, 61)) - 1
+            ancestors = torch.where(drafts, trees.ancestors[index], chain)
+            positions = positions - torch.where(drafts, places - trees.depths[index], 0)
+        verifying = Verifying(begin.to(torch.int32), ids[last], parents)
         ids = ids.clamp(min=0)  # no draft is token 0, which nobody accepts
     return Assembled(
-        _batch(shape, state, ids, positions, ends, slots, token_slots, parts.get("query_start")),
+        _batch(shape, state, ids, positions, entries, ends, slots, token_slots, parts.get("query_start"), ancestors),
         slots=slots,
         ends=ends,
         outputs=last,
@@ -266,11 +278,15 @@ def _batch(
     state: DeviceState,
     ids: Tensor,
     positions: Tensor,
+    places: Tensor,
     ends: Tensor,
     slots: Tensor,
     token_slots: Tensor,
     query_start: Tensor | None,
+    ancestors: Tensor | None,
 ) -> Batch:
+    """`places` [T]: where tokens are written, which in a tree of drafts is not where they stand. `ancestors` [T]: of
+    queries of decode rows, as bits; None: those before them."""
     size, decode_rows = state.page_size, 0 if shape.decode is None else shape.decode.rows
     write_index: list[Tensor] = []
     state_page: list[Tensor | None] = []
@@ -291,14 +307,15 @@ def _batch(
         if stateful:
             write_index.append(table[token_slots, 0].long())
         else:
-            entries = positions - dropped[token_slots]
+            entries = places - dropped[token_slots]
             page = table.view(-1)[token_slots * width + entries // size].long()
             write_index.append(page * size + entries % size)
         kv_len = (ends - dropped[slots]).to(torch.int32)
         for phase, own, where, starts in phases:
             if own is not None:
                 pages = width if stateful else _reached(own, table, size)
-                phase.append(_rows(own, slots[where], kv_len[where], starts, table[slots[where], :pages]))
+                masks = ancestors if phase is decode else None
+                phase.append(_rows(own, slots[where], kv_len[where], starts, table[slots[where], :pages], masks))
     return Batch(
         ids=ids,
         positions=positions,
@@ -316,12 +333,14 @@ def _reached(bounds: Bounds, table: Tensor, page_size: int) -> int:
     return min(-(-bounds.max_kv // page_size), table.shape[1])
 
 
-def _rows(bounds: Bounds, slots: Tensor, kv_len: Tensor, starts: Tensor, page_table: Tensor) -> Rows:
+def _rows(
+    bounds: Bounds, slots: Tensor, kv_len: Tensor, starts: Tensor, page_table: Tensor, ancestors: Tensor | None = None
+) -> Rows:
     return Rows(
         query_start=starts,
         kv_len=kv_len,
         page_table=page_table,
         row_slot=slots,
-        ancestors=None,
+        ancestors=None if ancestors is None else ancestors[: bounds.tokens],
         bounds=bounds,
     )

@@ -69,9 +69,12 @@ class Drafting:
         context = DraftContext(slots=slots, last_ids=last_ids, positions=positions, taps=(), batch=None, drafts=drafts)
         made = self._speculator.propose(context)
         self._check(made, slots.shape[0], drafts)
-        kept = self._state.drafts
-        ids = torch.nn.functional.pad(made.ids, (0, kept.shape[1] - made.ids.shape[1]), value=-1)
+        ids, kept = made.ids, self._state.drafts[:, :drafts]  # the step reads no others
+        if ids.shape[1] < drafts:
+            ids = torch.nn.functional.pad(ids, (0, drafts - ids.shape[1]), value=-1)
         kept.index_copy_(0, slots, ids)
+        if self._state.trees is not None and made.parents is not None:
+            self._state.trees.put(slots, made.parents)
         kept[self._state.idle].fill_(-1)
         self._probs = made.probs
         return made.ids
@@ -91,14 +94,22 @@ class Drafting:
             if count > 0:
                 self._speculator.observe_prompt(row.slot, row.start, states[at : at + count])
 
-    def probs(self, host_slots: Sequence[int], host_queries: Sequence[int]) -> Tensor | None:
-        """[T, V] for the queries of these rows, or None."""
+    def probs_inside(self, query_start: Tensor, queries: int) -> Tensor | None:
+        """[T, V] for the queries of the rows that were asked for in the step itself, or None."""
         if self._probs is None:
             return None
-        places = self._places or {slot: place for place, slot in enumerate(host_slots)}
+        begin = query_start.long()
+        row = torch.repeat_interleave(begin.diff(), output_size=queries)
+        place = torch.arange(queries, device=begin.device) - begin[row] - 1
+        return self._probs[row, place.clamp_(min=0)]
+
+    def probs(self, host_slots: Sequence[int], host_queries: Sequence[int]) -> Tensor | None:
+        """[T, V] for the queries of these rows, which were asked for before the step, or None."""
+        if self._probs is None:
+            return None
         width = self._probs.shape[1]
         index = [
-            places.get(slot, 0) * width + max(query - 1, 0)
+            self._places.get(slot, 0) * width + max(query - 1, 0)
             for slot, queries in zip(host_slots, host_queries, strict=True)
             for query in range(queries)
         ]
@@ -106,9 +117,12 @@ class Drafting:
 
     def _check(self, made: Drafts, rows: int, drafts: int) -> None:
         name = type(self._speculator).__name__
-        if made.parents is not None:
-            raise PluginError(f"{name}.propose gave a tree of drafts; chains are all that the runner verifies yet")
         shape = tuple(made.ids.shape)
+        if (made.parents is None) != (self._state.trees is None):
+            said, gave = ("trees", "a chain") if made.parents is None else ("chains", "a tree")
+            raise PluginError(f"{name}.describe said that it drafts {said}, and propose gave {gave}")
+        if made.parents is not None and (made.parents.shape != made.ids.shape or made.probs is not None):
+            raise PluginError(f"{name}.propose gave a tree with probs, or without a parent of each draft")
         if len(shape) != 2 or shape[0] != rows or shape[1] > drafts:
             raise PluginError(f"{name}.propose gave ids {list(shape)} for {rows} rows of at most {drafts} drafts")
 

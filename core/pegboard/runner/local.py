@@ -104,7 +104,8 @@ class LocalExecutor(Executor):
         selection, needs = survey.selection, survey.needs
         model = load_model(made, survey, cls._quantizer(selection, needs), report)
         ops, speculator = selection.create("ops", needs.ops), cls._speculator(survey)
-        hidden = "none" if survey.speculation is None else survey.speculation.hidden
+        speculation = survey.speculation
+        hidden = "none" if speculation is None else speculation.hidden
         if speculator is not None and hidden != "none":
             speculator.attach(ModelEnds(model, ops, torch_dtype(made.dtype), made.vocab_limit))
         parts = RunnerParts(
@@ -116,6 +117,7 @@ class LocalExecutor(Executor):
             sampler=selection.create("sampler", needs.sampler),
             speculator=speculator,
             hidden=hidden,
+            tree_depth=None if speculation is None else speculation.depth,
             processors=survey.make_processors(),
         )
         runner = ModelRunner(
@@ -141,8 +143,12 @@ class LocalExecutor(Executor):
         if device != "cpu":
             torch.cuda.synchronize(device)  # steps run in another stream than this thread's
         executor = cls(made_runner, model.weight_bytes, model.unused_tensors, device, survey.config.threads)
-        with executor._on_device():
-            runner.rehearse()
+        try:
+            with executor._on_device():
+                runner.rehearse()
+        except BaseException:  # it has a stream, and memory, to give back
+            executor.close()
+            raise
         return executor
 
     @classmethod

@@ -24,10 +24,11 @@ from .attending import Attending, Phase
 from .batching import first_tokens, most_packed, pack
 from .compiling.ahead import Compilation
 from .device_state import DeviceState
+from .preparing import PreparedRows, Preparing
 from .processing import Processing, rescore
 from .recording import Recordings, ResultT
-from .rehearsal import Rehearsal, choice_key, shapes_ahead
-from .step_shape import Limits, StepShape, exact_shape, padded_shape, split_rows
+from .rehearsal import Rehearsal, choice_key, shapes_ahead, verification_key
+from .step_shape import Limits, StepShape, padded_shape
 from .stepping import Chosen, Computed, RunnerParts, Stepping
 from .tickets import Ticket
 from .uploading import Uploads
@@ -83,8 +84,10 @@ class ModelRunner:
         adapts: bool = False,
     ) -> None:
         self._limits, self._vocab_limit = limits, vocab_limit
-        self._state = DeviceState(groups, limits.rows, limits.length, page_size, limits.decode_width, device)
+        trees = parts.tree_depth is not None
+        self._state = DeviceState(groups, limits.rows, limits.length, page_size, limits.decode_width, device, trees)
         self._uploads = Uploads(self._state.device, most_packed(limits))
+        self._preparing = Preparing(limits, self._state.idle)
         self.device = device
         #: One a layer.
         self.caches = allocate_caches(groups, pages, len(parts.spec.layers), page_size, device)
@@ -93,7 +96,9 @@ class ModelRunner:
         #: While kernels compile, and what may be recorded once they are there.
         self._compilation: Compilation | None = None
         self._ahead: set[Hashable] = set()
-        self._drafts = None if parts.speculator is None else DraftLimits(limits.decode_width - 1, adapts)
+        most, self._drafts = limits.decode_width - 1, None
+        if parts.speculator is not None:
+            self._drafts = DraftLimits(most, adapts, parts.tree_depth)
         self._processing = Processing(parts.processors, self._state.upload)
         self._use(parts)
 
@@ -154,21 +159,19 @@ class ModelRunner:
             self._processing.open(openings)
         rows = plan.rows if drafting is None else drafting.settle(plan.rows)
         measured = None if self._drafts is None else self._drafts.begin(rows, begin)
-        shape, padded = self._shape(rows)
-        decode_rows = split_rows(rows, self._limits.decode_width)
-        vector = self._uploads.send(pack(rows, decode_rows, shape, self._state.idle))
-        prepared = perf_counter() - begin - self._stepping.prepared
-        sampled = [row for row in rows if row.samples]
-        computed, chosen, failed = self._run(shape, padded, vector, rows, decode_rows, sampled)
+        ready = self._preparing.look_at(rows, plan.reach)
+        shape, padded = self._shape(ready.exact)
+        vector = self._uploads.send(self._preparing.pack(ready, shape))
+        spent = perf_counter() - begin - self._stepping.prepared
+        computed, chosen, failed = self._run(shape, padded, vector, ready)
         scores = [] if computed.hidden is None else self._scores(rows, computed.hidden)
-        prepared += self._stepping.prepared
+        spent += self._stepping.prepared
         if measured is not None and self._state.device.type == "cpu":
             measured.launched()
-        return Ticket(plan, sampled, chosen, scores, prepared, measured, failed)
+        return Ticket(plan, ready.sampled, chosen, scores, spent, measured, failed)
 
-    def _shape(self, rows: Sequence[RowPlan]) -> tuple[StepShape, bool]:
+    def _shape(self, exact: StepShape) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
-        exact = exact_shape(rows, self._limits)
         if not self._padded or not self._capturable(decode=exact.decode is not None, prefill=exact.prefill is not None):
             return exact, False
         shape = padded_shape(exact, self._limits)
@@ -188,24 +191,24 @@ class ModelRunner:
         shape: StepShape,
         padded: bool,
         vector: Tensor,
-        rows: Sequence[RowPlan],
-        decode_rows: int,
-        sampled: Sequence[RowPlan],
+        ready: PreparedRows,
     ) -> tuple[Computed, Chosen, Mapping[str, str]]:
         """And by sequence why its row fails."""
         stepping, sampler = self._stepping, self._parts.sampler
         self._settle_rehearsal()
-        host_slots = tuple(row.slot for row in sampled)
+        host_slots = ready.host_slots
         run = self._recordings.run if padded and self._recordings is not None else _plainly
         observes = self._parts.speculator is None or self._parts.speculator.capturable
-        processes = self._processing.wanted(sampled)
-        told = self._parts.hidden == "all" and not shape.chain
-        if not padded or not sampler.capturable or not observes or shape.drafts or processes or told:
+        processes = self._processing.wanted(ready.sampled)
+        told = self._parts.hidden == "all" and shape.prompts
+        if not padded or not sampler.capturable or not observes or processes or told:
             computed = run((shape,), lambda: stepping.compute(shape, vector))
             if computed.states is not None and stepping.drafting is not None:
-                stepping.drafting.observe_prompts(rows, first_tokens(rows, decode_rows, shape), computed.states)
-            queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in sampled)
-            processed = self._processing.apply(computed.logits, sampled, queries) if processes else None
+                stepping.drafting.observe_prompts(
+                    ready.rows, first_tokens(ready.rows, ready.decode_rows, shape), computed.states
+                )
+            queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in ready.sampled)
+            processed = self._processing.apply(computed.logits, ready.sampled, queries) if processes else None
             if shape.drafts:
                 chosen = stepping.verify(computed, host_slots, queries)
             else:
@@ -217,9 +220,12 @@ class ModelRunner:
 
         def work() -> tuple[Computed, Chosen]:
             computed = stepping.compute(shape, vector)
+            if shape.drafts:
+                return computed, stepping.verify(computed, host_slots, (1 + shape.drafts,) * shape.verified, key)
             return computed, stepping.choose(computed, host_slots, key)
 
-        computed, chosen = run((shape, choice_key(shape.samples, key)), work)
+        last = verification_key(shape, key) if shape.drafts else choice_key(shape.samples, key)
+        computed, chosen = run((shape, last), work)
         return computed, chosen, {}
 
     def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:

@@ -100,6 +100,11 @@ def choice_key(samples: int, key: Hashable) -> Hashable:
     return "choice", samples, key
 
 
+def verification_key(shape: StepShape, key: Hashable) -> Hashable:
+    """Where it verifies drafts."""
+    return "verification", shape.verified, shape.drafts, key
+
+
 def _choices(sampler: Sampler, limits: Limits) -> Iterator[tuple[int, ...]]:
     """Opens slots of the sampler, which those who get them open anew; the slots of each step worth a rehearsal, one for
     each graph key, the greedy one first."""

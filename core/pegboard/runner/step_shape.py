@@ -50,6 +50,11 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.decode is None else self.decode.tokens
 
     @property
+    def prompts(self) -> bool:
+        """Some of its tokens may be followed by known ones: not each of them leads to a choice."""
+        return not self.chain and not (self.drafts and self.samples == self.tokens)
+
+    @property
     def bounds(self) -> Bounds:
         parts = [part for part in (self.decode, self.prefill) if part is not None]
         return Bounds(
@@ -80,15 +85,16 @@ def split_rows(rows: Sequence[RowPlan], decode_width: int) -> int:
     return count
 
 
-def exact_shape(rows: Sequence[RowPlan], limits: Limits) -> StepShape:
+def exact_shape(rows: Sequence[RowPlan], limits: Limits, reach: int | None = None) -> StepShape:
+    """`reach`: as in the StepPlan."""
     decode_rows = split_rows(rows, limits.decode_width)
     fed = sum(not row.tokens for row in rows)
     drafts = max((row.drafts for row in rows), default=0)
     choosing = sum(row.samples for row in rows)
     samples = choosing + sum(row.drafts for row in rows)
     return StepShape(
-        decode=_exact(rows[:decode_rows]),
-        prefill=_exact(rows[decode_rows:]),
+        decode=_exact(rows[:decode_rows], reach),
+        prefill=_exact(rows[decode_rows:], reach),
         known="all" if not fed else "none" if fed == len(rows) else "some",
         samples=samples,
         chain=samples == len(rows) and all(row.query == 1 for row in rows),
@@ -98,7 +104,7 @@ def exact_shape(rows: Sequence[RowPlan], limits: Limits) -> StepShape:
     )
 
 
-def _exact(rows: Sequence[RowPlan]) -> Bounds | None:
+def _exact(rows: Sequence[RowPlan], reach: int | None) -> Bounds | None:
     if not rows:
         return None
     queries = [row.query for row in rows]
@@ -107,7 +113,7 @@ def _exact(rows: Sequence[RowPlan]) -> Bounds | None:
         tokens=sum(queries),
         max_query=max(queries),
         min_query=min(queries),
-        max_kv=max(row.start + row.query for row in rows),
+        max_kv=max(row.start + row.query if row.tokens or reach is None else reach for row in rows),
     )
 
 

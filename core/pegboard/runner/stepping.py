@@ -41,12 +41,13 @@ class RunnerParts:
         sampler: Sampler,
         speculator: Speculator | None = None,
         hidden: Literal["none", "kept", "all"] = "none",
+        tree_depth: int | None = None,
         processors: Mapping[str, LogitsProcessor] = MappingProxyType({}),
     ) -> None:
         self.model, self.spec, self.ops = model, spec, ops
         self.prefill, self.decode, self.sampler = prefill, decode, sampler
-        #: And the hidden states that it asks for (`SpeculatorSpec.hidden`).
-        self.speculator, self.hidden = speculator, hidden
+        #: And the hidden states that it asks for, and the depth of its trees (`SpeculatorSpec`).
+        self.speculator, self.hidden, self.tree_depth = speculator, hidden, tree_depth
         #: Logits processors by name, in the order in which they run.
         self.processors = processors
 
@@ -59,7 +60,8 @@ class Computed(msgspec.Struct, frozen=True):
     """What the model gives: hidden [T, E] where prompts are scored, and for the S choices of the step logits [S, V],
     slots and positions [S]; logits None: nothing is chosen. With drafts slots and positions are those of N rows and of
     their first choices. For a speculator that asks, after the final norm: `chosen_from` [S, E], what choices are made
-    from, and `states` [T, E] of every token in a step that may have prompts."""
+    from, and `states` [T, E] of every token in a step that may have prompts. `draft_probs` [S, V]: what the drafts were
+    drawn from that were asked for in the step itself, for a sampler that asks."""
 
     hidden: Tensor | None
     logits: Tensor | None
@@ -68,6 +70,7 @@ class Computed(msgspec.Struct, frozen=True):
     verifying: Verifying | None
     chosen_from: Tensor | None = None
     states: Tensor | None = None
+    draft_probs: Tensor | None = None
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -106,7 +109,10 @@ class Stepping:
         step = unpack(vector, shape, state, parts.ops, self.drafting)
         self._attending.begin(step.batch)
         self.prepared += perf_counter() - begin
-        told = parts.hidden == "all" and not shape.chain
+        told = parts.hidden == "all" and shape.prompts
+        draft_probs = None
+        if step.verifying is not None and self.drafting is not None and self.drafting.inside:
+            draft_probs = self.drafting.probs_inside(step.verifying.query_start, shape.samples)
         # Of as many as there are tokens nobody could tell whether the model has left the others out
         outputs = None if told or shape.scores or shape.samples >= shape.tokens else step.outputs
         context = StepContext(
@@ -129,6 +135,7 @@ class Stepping:
             step.verifying,
             chosen_from,
             parts.model.final(hidden, parts.ops) if told else None,
+            draft_probs,
         )
 
     def choose(self, computed: Computed, host_slots: tuple[int, ...], key: Hashable = None) -> Chosen:
@@ -149,39 +156,68 @@ class Stepping:
             self.drafting.observe(slots, output.ids[:, None], None if hidden is None else hidden[:, None])
         return Chosen(output.ids, output.logprobs)
 
-    def verify(self, computed: Computed, host_slots: tuple[int, ...], host_queries: tuple[int, ...]) -> Chosen:
-        """Accept drafts and choose one token more; rows are as long as what they kept."""
+    def verify(
+        self, computed: Computed, host_slots: tuple[int, ...], host_queries: tuple[int, ...], key: Hashable = None
+    ) -> Chosen:
+        """Accept drafts and choose one token more; rows are as long as what they kept. With the sampler's `key` for all
+        rows of `computed`, and `host_queries` of all, as in `choose`."""
         logits, slots, verifying, state = computed.logits, computed.slots, computed.verifying, self._state
         if logits is None or verifying is None or self.drafting is None:
             raise PegboardError("a step without drafts has nothing to verify")
         # Idle rows come last
-        count, queries = len(host_slots), sum(host_queries)
+        count, queries = len(host_queries), sum(host_queries)
         logits, slots, positions = logits[:queries], slots[:count], computed.positions[:count]
         begin, ids = verifying.query_start[: count + 1], verifying.ids[:queries]
+        probs = computed.draft_probs
         rows = VerifyRows(
             slots=slots,
             query_start=begin,
             positions=positions,
             ids=ids,
-            parents=None,
-            probs=self.drafting.probs(host_slots, host_queries),
+            parents=None if verifying.parents is None else verifying.parents[:queries],
+            probs=self.drafting.probs(host_slots, host_queries) if probs is None else probs[:queries],
             host_slots=host_slots,
             host_queries=host_queries,
+            key=key,
         )
         output = self._parts.sampler.verify(logits, rows)
         kept = output.count
+        if key is not None:  # an idle row may have kept anything
+            kept = kept.masked_fill(slots == state.idle, 0)
         last = output.ids.gather(1, (kept - 1).clamp_(min=0)[:, None])[:, 0]
         # A row that had ended before keeps nothing
         state.last_ids.index_copy_(0, slots, torch.where(kept > 0, last.clamp(min=0), state.last_ids[slots]))
         state.lengths.index_copy_(0, slots, positions - 1 + kept)
-        hidden = computed.chosen_from
-        if hidden is not None:
-            inside = torch.arange(output.ids.shape[1], device=ids.device)
-            hidden = hidden[(begin[:-1, None] + inside).clamp_(max=queries - 1)]
-        self.drafting.observe(slots, output.ids, hidden)
-        real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
-        drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
+        if verifying.parents is not None:
+            self._compact(slots, positions - 1, output.path)
+        hidden, chosen = computed.chosen_from, output.ids
+        if len(set(host_queries)) == 1:  # as in a padded step: nothing must be gathered
+            each = host_queries[0]
+            drafted = (ids.view(count, each)[:, 1:] >= 0).sum(1)
+            chosen = chosen[:, :each]
+            if hidden is not None and verifying.parents is None:
+                hidden = hidden[:queries].view(count, each, -1)
+        else:
+            real = torch.nn.functional.pad((ids >= 0).cumsum(0), (1, 0))
+            drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
+        if hidden is not None and hidden.dim() == 2:
+            hidden = hidden[begin[:-1, None] + output.path[:, : chosen.shape[1]].clamp(min=0)]
+        self.drafting.observe(slots, chosen, hidden)
         return Chosen(output.ids, output.logprobs, kept, drafted)
+
+    def _compact(self, slots: Tensor, starts: Tensor, path: Tensor) -> None:
+        """Entries of kept queries, path [N, W] with -1 beyond, move behind one another from starts [N] on."""
+        state, parts = self._state, self._parts
+        inside = torch.arange(path.shape[1], device=path.device)
+        kept = path >= 0
+        source, target = starts[:, None] + path.clamp(min=0), starts[:, None] + inside
+        for index, group in enumerate(state.groups):
+            if group.kind == "state":
+                continue
+            moved = [torch.where(kept, state.place(index, slots, one), 0).flatten() for one in (source, target)]
+            for cache in self._caches:
+                if cache.group == index:
+                    parts.ops.move_entries(cache, *moved)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N, V]"""

@@ -80,6 +80,9 @@ class Ticket:
         for copy in (self._ids, self._drafts, self._logprobs, *self._scores):
             copy.wait()
         begin = perf_counter()
+        plain = self._plain_rows()
+        if plain is not None:
+            return StepResult(step=self.plan.id, rows=plain, host_seconds=self._host_seconds + perf_counter() - begin)
         chosen, drafted = self._chosen()
         tokens = {row.id: found for row, found in zip(self._sampled, chosen, strict=True)}
         logprobs = self._found_logprobs(chosen)
@@ -96,11 +99,21 @@ class Ticket:
         spent = self._host_seconds + perf_counter() - begin
         report = None
         if self._measured is not None:
-            places = range(max(drafted, default=0))
-            proposed = [sum(there > place for there in drafted) for place in places]
-            accepted = [sum(len(ids) - 1 > place for ids in chosen) for place in places]
-            report = self._measured.over(proposed, accepted, sum(len(ids) for ids in chosen))
+            report = self._measured.over(drafted, [len(ids) for ids in chosen])
         return StepResult(step=self.plan.id, rows=rows, host_seconds=spent, drafts=report)
+
+    def _plain_rows(self) -> tuple[RowResult, ...] | None:
+        """Of most steps: every row has chosen one token, and nothing else is wanted. None: it is no such step."""
+        rows = self.plan.rows
+        if self._measured is not None or self._failed or self._scored or self._logprobs.wait():
+            return None
+        if len(self._sampled) != len(rows):
+            return None
+        [ids] = self._ids.wait()
+        found: list[int] = ids.tolist()
+        if min(found) < 0:
+            return None
+        return tuple([RowResult(id=row.id, epoch=row.epoch, tokens=(id,)) for row, id in zip(rows, found, strict=True)])
 
     def _chosen(self) -> tuple[list[list[int]], list[int]]:
         """What each sampled row keeps, and how many drafts each had."""

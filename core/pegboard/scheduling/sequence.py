@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pegboard.contracts.sampler import SlotOpening
-from pegboard.contracts.scheduler import SequenceSpec
+from pegboard.contracts.scheduler import RowPlan, SequenceSpec
 
 #: parked: waits for the prompt of its parent; waiting: never ran; preempted: ran, lost its pages, keeps its slot.
 Phase = Literal["parked", "waiting", "preempted", "running", "ended"]
@@ -22,6 +22,7 @@ class Sequence:
         "flying",
         "flying_entries",
         "flying_samples",
+        "going_on",
         "host_chooses",
         "id",
         "key",
@@ -65,6 +66,8 @@ class Sequence:
         self.flying = 0
         self.flying_entries = 0
         self.flying_samples = 0
+        #: Its row in steps that the device feeds, in this epoch.
+        self.going_on: RowPlan | None = None
         #: The last step with a row of it.
         self.fence = 0
         #: The step that launched the last prompt token, 0: not yet.

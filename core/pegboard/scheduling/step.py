@@ -22,7 +22,8 @@ class StepBuilder:
         self._decode_width = need.decode_width
         self._narrow: list[RowPlan] = []
         self._wide: list[RowPlan] = []
-        self.sequences: list[Sequence] = []
+        #: Entries of rows that the device feeds, at most; 0: there are none.
+        self.reach = 0
 
     @property
     def rows(self) -> tuple[RowPlan, ...]:
@@ -37,6 +38,8 @@ class StepBuilder:
                 f"{seq.id!r} is {seq.phase} and can't be in a step: ask seq.phase first, after each preempt"
             )
         start = seq.entries + seq.flying_entries
+        if seq.flying_samples and query == 1 and not seq.opening_due:
+            return self._go_on(seq, start)
         known = query - drafts
         tokens: tuple[int, ...] = ()
         if seq.flying_samples:
@@ -44,6 +47,7 @@ class StepBuilder:
             if start >= seq.max_length:
                 start = seq.max_length - 1
             samples = True
+            self.reach = max(self.reach, start + query)
         else:
             end = start + known
             samples = end == len(seq.tokens)
@@ -70,13 +74,42 @@ class StepBuilder:
             epoch=seq.epoch,
         )
         (self._narrow if query <= self._decode_width else self._wide).append(plan)
-        self.sequences.append(seq)
         seq.opening_due = False
         seq.fence = self.id
         seq.flying += 1
         seq.flying_entries += query
         seq.flying_samples += samples
         self.tokens_left -= query
+        self.rows_left -= 1
+        return True
+
+    def _go_on(self, seq: Sequence, start: int) -> bool:
+        """Most rows: the device feeds one token. Such a row is the same in every step, which spares those who build the
+        step from it to look at it again."""
+        if start >= seq.max_length:
+            start = seq.max_length - 1
+        end = start + 1
+        if not self._reserve(seq.id, end):
+            return False
+        plan = seq.going_on
+        if plan is None:
+            plan = seq.going_on = RowPlan(
+                id=seq.id,
+                slot=seq.slot,
+                query=1,
+                start=seq.max_length - 1,
+                tokens=(),
+                logprobs=seq.spec.sampling.logprobs,
+                epoch=seq.epoch,
+            )
+        self._narrow.append(plan)
+        if end > self.reach:
+            self.reach = end
+        seq.fence = self.id
+        seq.flying += 1
+        seq.flying_entries += 1
+        seq.flying_samples += 1
+        self.tokens_left -= 1
         self.rows_left -= 1
         return True
 

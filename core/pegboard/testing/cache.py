@@ -301,6 +301,29 @@ class CacheSuite(Suite, standard=True):
         cache.release("a")
         check(cache.open("later", TEXT) >= 64, "a prefix is lost when its sequence ends, though pages are free")
 
+    def test_commits_may_come_in_strides(self, make_cache: Callable[..., CacheManager], paged: Kinds) -> None:
+        """Who holds `commit` back to multiples of `commit_stride` sees what a commit of each token gives."""
+        each, held = make_cache(paged), make_cache(paged)
+        stride = held.commit_stride
+        check(isinstance(stride, int) and stride > 0, f"commit_stride is {stride!r}, must be a whole number above 0")
+        for cache in (each, held):
+            compute(cache, "a", TEXT[:20])
+        for length in range(21, 70):
+            for cache in (each, held):
+                check(cache.reserve("a", length), f"no pages for {length} entries: {cache.stats()}")
+            each.commit("a", TEXT[length - 1 : length], fence=length)
+            if not length % stride:
+                held.commit("a", TEXT[max(length - stride, 20) : length], fence=length)
+            same = snapshot(each, "a") == snapshot(held, "a")
+            check(same, f"at {length} entries: {snapshot(held, 'a')}, with a commit of each {snapshot(each, 'a')}")
+            for cache in (each, held):
+                cache.take_changes()
+        for cache in (each, held):
+            cache.release("a", fence=70)
+            cache.retire(70)
+        found = [cache.open("b", TEXT[:70]) for cache in (each, held)]
+        check(found[0] == found[1], f"{found[1]} entries are found again, with a commit of each {found[0]}")
+
     def test_the_last_token_is_always_run(self, make_cache: Callable[..., CacheManager], finds: bool) -> None:
         """Its logits are wanted, so one entry at least is left to compute."""
         cache = make_cache()

@@ -12,10 +12,11 @@ import torch
 from ..dtypes import torch_dtype
 from .conformance import Candidate, check, no_synchronisation, same_bits, unchanged
 from .oracles.sampling import adjust, choose
-from .sampler_choices import PROMPT, SamplerChoices
+from .sampler_choices import PROMPT
+from .sampler_verifying import SamplerVerifying
 
 
-class SamplerSuite(SamplerChoices, standard=True):
+class SamplerSuite(SamplerVerifying, standard=True):
     """Subclass it, set `part`, `device` and the `dtypes` that logits may have."""
 
     # -- noise and independence
@@ -240,55 +241,6 @@ class SamplerSuite(SamplerChoices, standard=True):
         found = candidate.factory.wants_probs(candidate.options)
         check(isinstance(found, bool), f"wants_probs gave {found!r}, no bool")
         check(found == candidate.factory.wants_probs(candidate.options), "wants_probs says something else each time")
-
-    def test_verify_keeps_what_sampling_would_have_chosen(self, candidate: Candidate, dtype: str) -> None:
-        """Chains of drafts that are right up to some point: what is kept, its count and path, and the state after it
-        are those of sampling step by step."""
-        vocab, width = 11, 4
-        kinds: list[dict[str, Any]] = [
-            {"temperature": 0.0},
-            {},
-            {"top_k": 4, "frequency_penalty": 2.0, "repetition_penalty": 1.4},
-            {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 1.0, "min_tokens": 3, "stop_ids": (1, 2)},
-            {"stop_ids": (0, 1, 2, 3, 4)},
-            {"max_length": 12},
-        ]
-        openings = [self.opening(slot, **kind) for slot, kind in enumerate(kinds)]
-        for trial in range(3 if self.grid == "small" else 12):
-            sampler = self.make(candidate, openings, vocab, max_drafts=width - 1)
-            stepwise = self.make(candidate, openings, vocab)
-            draw = torch.Generator().manual_seed(trial)
-            sizes = torch.randint(1, width + 1, (len(kinds),), generator=draw).tolist()
-            sizes[trial % len(kinds)] = width
-            right = [int(torch.randint(0, size + 1, (1,), generator=draw)) for size in sizes]
-            logits = [self.logits(size, vocab, dtype, seed=100 * trial + at) for at, size in enumerate(sizes)]
-            queries, kept = [], []
-            for slot, size in enumerate(sizes):
-                row, path, alive = [0], [], True
-                for j in range(size):
-                    draft = j  # of a path that is over: whatever
-                    if alive:
-                        id = int(self.sample(stepwise, logits[slot][j : j + 1], [slot], [10 + j]).ids)
-                        path.append(id)
-                        opening = openings[slot]
-                        ended = id in opening.stop_ids and len(path) > opening.sampling.min_tokens
-                        draft = id if j < right[slot] else (id + 1) % vocab
-                        alive = draft == id and not ended and 10 + len(path) < opening.max_length
-                    row.append(draft)
-                queries.append(row[:size])
-                kept.append(path)
-            with torch.inference_mode():
-                out = sampler.verify(torch.cat(logits), self.verify_rows(queries, [10] * len(kinds)))
-            padded = [path + [-1] * (width - len(path)) for path in kept]
-            check(out.ids.tolist() == padded, f"trial {trial}: kept {out.ids.tolist()}, must be {padded}")
-            counts = [len(path) for path in kept]
-            check(out.count.tolist() == counts, f"trial {trial}: counts {out.count.tolist()}, must be {counts}")
-            paths = [list(range(count)) + [-1] * (width - count) for count in counts]
-            check(out.path.tolist() == paths, f"trial {trial}: paths {out.path.tolist()}, must be {paths}")
-            after = self.logits(len(kinds), vocab, dtype, seed=900 + trial)
-            slots, positions = range(len(kinds)), [30] * len(kinds)
-            both = [self.sample(one, after, slots, positions).ids.tolist() for one in (sampler, stepwise)]
-            check(both[0] == both[1], f"trial {trial}: afterwards it chose {both[0]}, must be {both[1]}")
 
     # -- the device
 

@@ -34,7 +34,7 @@ class SamplerBench(Suite, standard=True):
     """What the tests of `SamplerSuite` work with."""
 
     role = "sampler"
-    features = ("verify", "batch_invariant")
+    features = ("verify", "trees", "batch_invariant")
 
     # -- what is sampled
 
@@ -46,7 +46,11 @@ class SamplerBench(Suite, standard=True):
     @classmethod
     def declared_needs(cls) -> Iterable[tuple[str, SamplerNeed]]:
         yield "any vocabulary", cls.need(50, 4)
-        claims: dict[str, dict[str, Any]] = {"verify": {"max_drafts": 3}, "batch_invariant": {"batch_invariant": True}}
+        claims: dict[str, dict[str, Any]] = {
+            "verify": {"max_drafts": 3},
+            "trees": {"max_drafts": 3, "trees": True},
+            "batch_invariant": {"batch_invariant": True},
+        }
         for claim in cls.claims:
             yield f"claim {claim}", cls.need(50, 4, **claims[claim])
 
@@ -130,15 +134,22 @@ class SamplerBench(Suite, standard=True):
 
     # -- drafts
 
-    def verify_rows(self, queries: Sequence[Sequence[int]], positions: Sequence[int]) -> VerifyRows:
-        """A row a slot: the last token, then its drafts."""
+    def verify_rows(
+        self,
+        queries: Sequence[Sequence[int]],
+        positions: Sequence[int],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> VerifyRows:
+        """A row a slot: the last token, then its drafts; `parents` of trees."""
         starts = [sum(len(row) for row in queries[:at]) for at in range(len(queries) + 1)]
         return VerifyRows(
             slots=torch.arange(len(queries), device=self.device),
             query_start=torch.tensor(starts, dtype=torch.int32, device=self.device),
             positions=torch.tensor(positions, device=self.device),
             ids=torch.tensor([id for row in queries for id in row], device=self.device),
-            parents=None,
+            parents=None
+            if parents is None
+            else torch.tensor([parent for row in parents for parent in row], device=self.device),
             probs=None,
             host_slots=tuple(range(len(queries))),
         )

@@ -143,13 +143,19 @@ class SimulatedDevice:
         for update in plan.tables:
             table = self._tables.setdefault((update.slot, update.group), [])
             _check(update.start <= len(table), f"slot {update.slot}: a hole before page {update.start}")
-            table[update.start : update.start + len(update.pages)] = update.pages
+            # From the first page on it is another life's
+            table[update.start : update.start + len(update.pages) if update.start else None] = update.pages
         named: dict[tuple[int, int], set[tuple[str, int]]] = {}
         # All rows write before any reads: in a layer, the cache is written for the whole step first.
         spans = [self._write(row) for row in plan.rows]
         results = tuple(self._read(row, start) for row, start in zip(plan.rows, spans, strict=True))
         for row, start in zip(plan.rows, spans, strict=True):
-            self._name(row, start, named)
+            end = row.start + row.query
+            if not row.tokens and plan.reach is not None:
+                grown = self._slots[row.slot].done or start + row.query <= plan.reach
+                _check(grown, f"{row.id!r}: {start + row.query} entries, the step's reach is {plan.reach}")
+                end = min(end, plan.reach)
+            self._name(row, start, end, named)
         self._flights.append((StepResult(step=plan.id, rows=results), named))
 
     def retire(self, depth: int) -> StepResult | None:
@@ -260,14 +266,14 @@ class SimulatedDevice:
         _check(place < len(table) and table[place] > 0, f"{row.id!r}: group {g} has no page for entry {entry}")
         return table[place]
 
-    def _name(self, row: RowPlan, start: int, named: dict[tuple[int, int], set[tuple[str, int]]]) -> None:
-        """Note the pages that the step may touch for this row, up to the host's bound."""
+    def _name(self, row: RowPlan, start: int, end: int, named: dict[tuple[int, int], set[tuple[str, int]]]) -> None:
+        """Note the pages that the step may touch for this row, up to `end`, the host's bound."""
         for g, group in enumerate(self._groups):
             if group.kind == "state":
                 pages = self._tables[row.slot, g][:1]
             else:
                 low = 0 if group.window is None else max(0, start - group.window + 1)
-                pages = self._tables[row.slot, g][low // self._size : (row.start + row.query - 1) // self._size + 1]
+                pages = self._tables[row.slot, g][low // self._size : (end - 1) // self._size + 1]
             for page in pages:
                 named.setdefault((g, page), set()).add((row.id, row.epoch))
 

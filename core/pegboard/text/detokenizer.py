@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
+from .byte_level import ByteTokens
 from .tokenizer import Tokenizer
 
 _REPLACEMENT: Final = "�"
@@ -26,11 +26,12 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
-        self._stream: _Stream = _ByteStream(tokenizer) if _is_byte_level(tokenizer) else _WindowStream(tokenizer)
+        tokens = tokenizer.byte_tokens
+        self._stream: _Stream = _WindowStream(tokenizer) if tokens is None else _ByteStream(tokens)
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids settle; "" while a character is incomplete."""
-        return "".join([self._stream.push(i) for i in ids if i not in self._skipped])
+        return self._stream.push([i for i in ids if i not in self._skipped])
 
     def finish(self) -> str:
         """The rest; incomplete characters come out as U+FFFD. Nothing may be pushed afterwards."""
@@ -39,25 +40,24 @@ class IncrementalDetokenizer:
 
 class _Stream(ABC):
     @abstractmethod
-    def push(self, id: int) -> str: ...
+    def push(self, ids: Iterable[int]) -> str: ...
 
     @abstractmethod
     def finish(self) -> str: ...
 
 
 class _ByteStream(_Stream):
-    """Byte-level BPE: a token is a run of bytes, whatever stands around it."""
+    """A token is a run of bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_of = tokenizer.backend.id_to_token
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def __init__(self, tokens: ByteTokens) -> None:
+        self._tokens = tokens
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
-    def push(self, id: int) -> str:
-        token = self._token_of(id)
-        return self._utf8.decode(_bytes_of(token)) if token is not None else ""
+    def push(self, ids: Iterable[int]) -> str:
+        return self._decode(b"".join([self._tokens[id] for id in ids]))
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._decode(b"", final=True)
 
 
 class _WindowStream(_Stream):
@@ -70,7 +70,10 @@ class _WindowStream(_Stream):
         self._before: list[int] = []
         self._new: list[int] = []
 
-    def push(self, id: int) -> str:
+    def push(self, ids: Iterable[int]) -> str:
+        return "".join([self._push(id) for id in ids])
+
+    def _push(self, id: int) -> str:
         token = self._tokenizer.backend.id_to_token(id)
         if token is None:
             return ""
@@ -90,30 +93,3 @@ class _WindowStream(_Stream):
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=False)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a printable character: itself if it is one, else the next from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(others)}
-
-
-_ALPHABET: Final = _byte_alphabet()
-
-
-def _bytes_of(token: str) -> bytes:
-    """An added token that has characters outside the alphabet is plain text."""
-    try:
-        return bytes([_ALPHABET[character] for character in token])
-    except KeyError:
-        return token.encode()
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = tokenizer.backend.decoder
-    if decoder is None:
-        return False
-    described: Any = json.loads(decoder.__getstate__())
-    steps = described["decoders"] if described["type"] == "Sequence" else [described]
-    return [step["type"] for step in steps] == ["ByteLevel"]

@@ -16,6 +16,7 @@ import tokenizers
 from pegboard.contracts.checkpoint import TokenizerFiles
 from pegboard.errors import CheckpointError
 
+from .byte_level import ByteTokens
 from .gguf_vocabulary import gguf_token_text, tokenizer_from_gguf
 from .vocabulary_files import no_tokenizer, tokenizer_from_vocabulary, why_not_vocabulary
 
@@ -44,6 +45,11 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._anchor = next(iter(backend.encode("a", add_special_tokens=False).ids), None)
+
+    @cached_property
+    def byte_tokens(self) -> ByteTokens | None:
+        """The bytes of each token, of byte-level BPE."""
+        return ByteTokens.of(self.backend)
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:

@@ -84,6 +84,8 @@ class PagedCache(CacheManager):
         self._full = [g for g, group in enumerate(need.groups) if group.kind == "full"]
         self._states = [g for g, group in enumerate(need.groups) if group.kind == "state"]
         self._windows = [(g, group.window or 0) for g, group in enumerate(need.groups) if group.kind == "window"]
+        # Only full pages are found by others; windows and recurrent states move with every token
+        self.commit_stride = need.page_size if len(self._full) == len(need.groups) else 1
         self._reuse = options.prefix_reuse and not self._states
         self._seqs: dict[str, _Held] = {}
         #: Sequences with table changes that the device does not know, in the order they changed.

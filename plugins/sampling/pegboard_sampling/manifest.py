@@ -19,6 +19,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             role="sampler",
             name="fused",
             factory="pegboard_sampling.fused.sampler:FusedSampler",
+            options="pegboard_sampling.options:FusedSamplerOptions",
             summary="Every sampling parameter in Triton without sorting the vocabulary; runs inside of CUDA graphs",
             requires=("triton",),
             devices=("cuda",),

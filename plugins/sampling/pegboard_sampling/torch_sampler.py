@@ -27,6 +27,7 @@ from .choice import Candidates, Draw, all_candidates, pick_from_all, top_k_candi
 from .options import TorchSamplerOptions
 from .rejection import choose_or_accept
 from .slots import Kind, SlotTable
+from .trees import DraftTree
 
 _ADJUSTMENTS = frozenset({"penalties", "bias", "min_tokens"})
 
@@ -101,13 +102,14 @@ class TorchSampler(Sampler):
         return SampleOutput(ids=ids, logprobs=found.result((count,)) if found else None)
 
     def verify(self, logits: Tensor, rows: VerifyRows) -> VerifyOutput:
-        """`coupled` verification of chains: a draft is kept iff it is what the target itself chooses there, with the
-        noise of that position and penalties that count the drafts before it. `rejection` (see there) for rows with
-        noise, when the options say so; a speculator that gives no probs drew its drafts for sure. Log-probabilities are
-        [N, 1 + k] (and [N, 1 + k, m]), meaningful for the kept tokens."""
+        """`coupled` verification: a draft is kept iff it is what the target itself chooses there, with the noise of
+        that position and penalties that count the drafts before it. `rejection` (see there) for rows with noise, when
+        the options say so; a speculator that gives no probs drew its drafts for sure. Of several drafts that were drawn
+        for sure, as in a tree, rejection would keep just what the target chooses: trees are always `coupled`.
+        Log-probabilities are [N, 1 + k] (and [N, 1 + k, m]), meaningful for the kept tokens."""
         self._check_width(logits)
-        if rows.parents is not None:
-            raise PegboardError("this sampler verifies chains of drafts, not trees (VerifyRows.parents must be None)")
+        if rows.parents is not None and rows.probs is not None:
+            raise PegboardError("drafts of a tree have no distributions (parents and probs exclude each other)")
         if rows.probs is not None and not self._rejects:
             raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
         count, width = len(rows.host_slots), 1 + self._max_drafts
@@ -118,26 +120,36 @@ class TorchSampler(Sampler):
             place, end = step.repeat(count), start[1:][row]
             source = (start[row] + place).minimum(end - 1).clamp_(min=0)
             own = rows.ids[source].masked_fill_(start[row] + place >= end, -1)
+            parents = None if rows.parents is None else rows.parents[source]
         else:
             row = torch.repeat_interleave(start.diff(), output_size=sum(queries))
             place = torch.arange(sum(queries), device=logits.device) - start[row]
-            source, own = None, rows.ids
+            source, own, parents = None, rows.ids, rows.parents
+        tree, depth = None, place
+        if parents is not None:
+            tree = DraftTree(own.new_zeros(count, width).index_put_((row, place), parents.clamp(min=0)))
+            depth = tree.depth[row, place]
         drafts = own.new_full((count, width), -1).index_put_((row, place), own)[:, 1:]  # [N, k]
-        # Choice j follows drafts 0 .. j - 1
-        path = drafts[row].masked_fill_(step[:-1] >= place[:, None], -1)
+        # What lies before each choice: in a chain, before choice j, drafts 0 .. j - 1
+        before = step[:-1] < place[:, None] if tree is None else tree.ancestry[row, place][:, 1:]
+        path = drafts[row].masked_fill_(~before, -1)
         choices = _Choices(
             source=source,
             slots=rows.slots[row],
-            positions=rows.positions[row] + place,
+            positions=rows.positions[row] + depth,
             host_slots=tuple(slot for slot, many in zip(rows.host_slots, queries, strict=True) for _ in range(many)),
             path=path if width > 1 else None,
-            drafts=torch.nn.functional.pad(drafts, (0, 1), value=-1)[row, place] if self._rejects else None,
+            drafts=_pad(drafts, (0, 1))[row, place] if self._rejects and tree is None else None,
             probs=None if rows.probs is None else _next(rows.probs, source),
         )
         chosen, found = self._choose(logits, choices)
         ids = own.new_full((count, width), -1).index_put_((row, place), chosen)
-        agreed = (drafts == ids[:, :-1]) & (drafts >= 0)
-        kept = 1 + agreed.cumprod(1).sum(1)
+        if tree is None:
+            agreed = (drafts == ids[:, :-1]) & (drafts >= 0)
+            kept, ways = 1 + agreed.cumprod(1).sum(1), step.expand_as(ids)
+        else:
+            ids, ways = tree.walk(_pad(drafts, (1, 0)), ids)
+            kept = (ways >= 0).sum(1)
         ends = self._table.is_end(rows.slots, ids)
         first_end = torch.where(ends, step, width).amin(1)
         room = self._table.number("max_length", rows.slots) - rows.positions
@@ -148,8 +160,20 @@ class TorchSampler(Sampler):
         return VerifyOutput(
             ids=ids,
             count=kept,
-            path=step.expand_as(ids).masked_fill(beyond, -1),
-            logprobs=found.spread(row * width + place, (count, width)) if found else None,
+            path=ways.masked_fill(beyond, -1),
+            logprobs=self._spread(found, row * width + place, ways) if found else None,
+        )
+
+    @staticmethod
+    def _spread(found: logprobs.LogprobBuffer, places: Tensor, ways: Tensor) -> LogprobTensors:
+        """Of the queries ways [N, W], those of all queries standing at `places` of as many."""
+        spread = found.spread(places, (ways.shape[0], ways.shape[1]))
+        index = ways.clamp(min=0)
+        wide = index[:, :, None].expand(-1, -1, spread.top_ids.shape[2])
+        return LogprobTensors(
+            chosen=spread.chosen.gather(1, index),
+            top_ids=spread.top_ids.gather(1, wide),
+            top_values=spread.top_values.gather(1, wide),
         )
 
     def score(self, logits: Tensor, targets: Tensor, top: int) -> LogprobTensors:
@@ -241,6 +265,11 @@ class TorchSampler(Sampler):
             chosen = candidates.pick(draw) if drafts is None else choose_or_accept(candidates, draw, drafts, probs)
         chosen = chosen.masked_fill(peak == -torch.inf, -2).masked_fill(peak.isnan(), -1)
         return chosen, candidates if processed else None
+
+
+def _pad(drafts: Tensor, sides: tuple[int, int]) -> Tensor:
+    """With columns of -1 on both sides, which are no drafts."""
+    return torch.nn.functional.pad(drafts, sides, value=-1)
 
 
 def _next(probs: Tensor, source: Tensor | None) -> Tensor:

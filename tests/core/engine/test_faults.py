@@ -516,7 +516,8 @@ def test_an_id_used_again_after_its_text_failed(
         return push(self, ids)
 
     monkeypatch.setattr(IncrementalDetokenizer, "push", faulty)
-    assert outputs([engine.submit(PROMPTS[0], GREEDY, id="mine")])[0].finish_reason == "error"
+    deltas = list(engine.submit(PROMPTS[0], GREEDY, id="mine"))  # each is made when it is there
+    assert [delta.finish_reason for delta in deltas] == [None, "error"]
     until = time.monotonic() + 10
     while not again and time.monotonic() < until:
         time.sleep(0.005)

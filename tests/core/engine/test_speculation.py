@@ -96,6 +96,33 @@ class Oracle(Proposer):
         return [id if random.random() < 0.8 else (id + 1) % VOCABULARY for id in right]
 
 
+class Bush(Proposer):
+    """Trees in which the right tokens, when it knows them, are the second child, the first, and the first again."""
+
+    #: Queries: the last token is 0.
+    parents: ClassVar[tuple[int, ...]] = (0, 0, 1, 2, 2, 4, 4)
+
+    @classmethod
+    def describe(cls, need: SpeculatorNeed, options: Any) -> SpeculatorSpec:
+        return SpeculatorSpec(drafts=len(cls.parents), depth=3)
+
+    def guess(self, text: tuple[int, ...]) -> list[int]:
+        known = next((answer for answer in Oracle.answers if answer[: len(text)] == text), ())
+        first, second, third = [*known[len(text) : len(text) + 3], 5, 5, 5][:3]
+        random = Random(str(text))
+
+        def other(than: int) -> int:
+            return (than + 1 + random.randrange(VOCABULARY - 1)) % VOCABULARY
+
+        if random.random() < 0.2:
+            second = other(second)
+        return [other(first), first, random.randrange(VOCABULARY), second, other(second), third, other(third)]
+
+    def propose(self, context: DraftContext) -> Drafts:
+        ids = super().propose(context).ids
+        return Drafts(ids=ids, parents=torch.tensor(self.parents[: ids.shape[1]]).expand_as(ids))
+
+
 class AheadExecutor(LocalExecutor):
     """Rows run as wide as they were planned, as on a device that the host does not wait for."""
 
@@ -108,7 +135,13 @@ class AheadExecutor(LocalExecutor):
 class Parts:
     @hookimpl
     def pegboard_parts(self) -> list[Part]:
-        made: Mapping[str, type] = {"nonsense": Nonsense, "nothing": Nothing, "gaps": Gaps, "oracle": Oracle}
+        made: Mapping[str, type] = {
+            "nonsense": Nonsense,
+            "nothing": Nothing,
+            "gaps": Gaps,
+            "oracle": Oracle,
+            "bush": Bush,
+        }
         found = [Part(role="speculator", name=name, factory=part, summary="for tests") for name, part in made.items()]
         return [*found, Part(role="executor", name="ahead", factory=AheadExecutor, summary="for tests")]
 
@@ -191,7 +224,7 @@ TIGHT: dict[str, Any] = {
 @pytest.mark.supports("Decoding", "speculative decoding, verified with shared noise: the same tokens as without")
 @pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("executor", "run_ahead"), [("local", 0), ("local", 2), ("ahead", 1)])
-@pytest.mark.parametrize("name", ["nonsense", "nothing", "gaps", "oracle", "ngram", "draft_model"])
+@pytest.mark.parametrize("name", ["nonsense", "nothing", "gaps", "oracle", "bush", "ngram", "draft_model"])
 def test_the_same_tokens_as_without(
     model: Path,
     drafter: Path,
@@ -217,7 +250,7 @@ def test_the_same_tokens_as_without(
     [("local", 0, ROOMY), ("local", 2, TIGHT), ("ahead", 1, TIGHT)],
     ids=["local", "tight", "ahead"],
 )
-@pytest.mark.parametrize("name", ["medusa", "eagle"])
+@pytest.mark.parametrize("name", ["medusa", "medusa tree", "eagle"])
 def test_heads_give_the_same_tokens(
     model: Path,
     heads: dict[str, Path],
@@ -227,7 +260,9 @@ def test_heads_give_the_same_tokens(
     run_ahead: int,
     settings: dict[str, Any],
 ) -> None:
-    speculator = {"use": name, "options": {"model": str(heads[name])}}
+    kind, *tree = name.split()
+    options = {"model": str(heads[kind])} | ({"choices": [[0], [0, 0], [1], [0, 1], [1, 0], [2]]} if tree else {})
+    speculator = {"use": kind, "options": options}
     found = outputs(
         model, speculator=speculator, executor=executor, run_ahead=run_ahead, again=bool(settings), **settings
     )
@@ -259,6 +294,35 @@ def test_observers_and_stats_tell_what_became_of_drafts(model: Path, plain: list
     assert stats.acceptance[0] > 0.5
     assert stats.mean_length is not None
     assert stats.mean_length > 1.5
+
+
+@pytest.mark.supports("Decoding", "trees of drafts, the same tokens as without")
+def test_paths_through_trees_are_kept(model: Path, plain: list[RequestOutput]) -> None:
+    """Counts are by place along the path; acceptance is what the proposer knows, so paths have gaps to close."""
+    with Engine(model, device="cpu", plugins=[Parts()], speculator="bush", adapt_drafts=False) as engine:
+        found = engine.generate(requests())
+        stats = engine.stats().speculation
+    same(found, plain[: len(found)])
+    assert stats is not None
+    assert len(stats.proposed) == len(stats.accepted) == 3
+    assert stats.acceptance[0] > 0.7
+    assert stats.acceptance[2] > 0.4
+    assert (stats.mean_length or 0) > 2.5
+
+
+@pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
+def test_trees_beside_windows_and_eight_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A model with windows shorter than its texts."""
+    windows = {"architecture": "gemma3_text", "head_dim": 16, "sliding_window": 20}
+    path = tiny_model(tmp_path / "m", vocab_size=VOCABULARY, std=0.4, **windows)
+    before, settings = Oracle.answers, {**settings, "kv_memory": 400_000}
+    try:
+        expected = outputs(path, **settings)
+        Oracle.answers = [(*o.prompt_token_ids, *c.token_ids) for o in expected for c in o.completions]
+        same(outputs(path, speculator="bush", executor="ahead", run_ahead=1, **settings), expected)
+        same(outputs(path, speculator="bush", **settings), expected)
+    finally:
+        Oracle.answers = before
 
 
 class Tree(Nonsense):

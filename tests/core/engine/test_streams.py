@@ -684,6 +684,31 @@ def test_result_after_streaming_is_the_whole(engine: Engine, script: Script, tak
     assert output.token_ids == tuple(by_bytes("hello"))
 
 
+def test_what_nobody_waits_for_is_there_at_the_end(engine: Engine, script: Script) -> None:
+    """With `gather` tokens become text at once, at the end, whatever the end is."""
+    script.sampler.pace = 0.005
+    text = TEXTS["emoji"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=len(by_bytes(text)), logprobs=1)
+    handles = [engine.submit(script(by_bytes(text)), greedy) for _ in range(2)]
+    for handle in handles:
+        handle.gather()
+    cut = engine.submit(script(by_bytes("z" * 200)), SamplingParams(temperature=0.0, max_tokens=200))
+    first = cut.take(timeout=10)
+    assert first is not None
+    cut.gather()
+    for output in [handle.result(timeout=20) for handle in handles]:
+        (found,) = output.completions
+        assert (found.text, found.token_ids) == (text, tuple(by_bytes(text)))
+        assert [record.token_id for record in found.logprobs or ()] == by_bytes(text)
+        assert found.metrics.output_tokens == len(by_bytes(text))
+        assert 0 < (found.metrics.ttft or 0) < found.metrics.total_time / 2
+    cut.abort()
+    (found,) = cut.result(timeout=10).completions
+    assert found.finish_reason == "abort"
+    assert found.text == "z" * len(found.token_ids)
+    assert len(found.token_ids) == found.metrics.output_tokens > 1
+
+
 def test_metrics(engine: Engine, script: Script) -> None:
     script.sampler.pace = 0.01
     metrics = engine.submit(script(by_bytes("hello")), SamplingParams(temperature=0.0, max_tokens=5)).result(10).metrics

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.nn.functional import pad
 
 from pegboard import Engine, SamplingParams
 from pegboard.contracts.batch import Bounds
 from pegboard.contracts.part import Part
+from pegboard.contracts.sampler import SampleOutput, SampleRows, VerifyOutput, VerifyRows
 from pegboard.contracts.scheduler import RowPlan
 from pegboard.contracts.speculator import DraftContext, Drafts
 from pegboard.runner import LocalExecutor
@@ -19,6 +23,7 @@ from pegboard.runner.step_shape import Limits, StepShape, exact_shape, padded_sh
 from pegboard.testing.tiny import tiny_model
 from pegboard_sampling.speculation.ngram import NGramSpeculator
 from pegboard_sampling.speculation.options import NGramOptions
+from pegboard_sampling.torch_sampler import TorchSampler
 
 LIMITS = Limits(rows=5, step_tokens=40, length=200, decode_width=4)
 
@@ -33,6 +38,42 @@ class Recordable(NGramSpeculator):
 
 class Outside(Recordable):
     capturable = False
+
+
+class RecordableSampler(TorchSampler):
+    """Verifies what a recorded step would: with its key, and idle rows, which keep anything."""
+
+    capturable = True
+    verified = 0
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> SampleOutput:
+        own = len(rows.host_slots)
+        few = replace(rows, slots=rows.slots[:own], positions=rows.positions[:own])
+        ids = super().sample(logits[:own], few).ids
+        return SampleOutput(ids=pad(ids, (0, len(rows.slots) - own), value=7))
+
+    def verify(self, logits: Tensor, rows: VerifyRows) -> VerifyOutput:
+        own, all_rows = len(rows.host_slots), len(rows.slots)
+        assert rows.key is not None
+        assert rows.host_queries is not None
+        assert len(rows.host_queries) == all_rows
+        assert logits.shape[0] == sum(rows.host_queries)
+        few = replace(
+            rows,
+            slots=rows.slots[:own],
+            positions=rows.positions[:own],
+            query_start=rows.query_start[: own + 1],
+            ids=rows.ids[: sum(rows.host_queries[:own])],
+            host_queries=rows.host_queries[:own],
+        )
+        found = super().verify(logits[: len(few.ids)], few)
+        RecordableSampler.verified += all_rows > own
+        idle = all_rows - own
+        return VerifyOutput(
+            ids=pad(found.ids, (0, 0, 0, idle), value=7),
+            count=pad(found.count, (0, idle), value=2),
+            path=pad(found.path, (0, 0, 0, idle), value=0),
+        )
 
 
 class PaddedExecutor(LocalExecutor):
@@ -73,20 +114,22 @@ def asked() -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
-@pytest.mark.parametrize("speculator", ["inside", "outside"])
+@pytest.mark.parametrize(("speculator", "sampler"), [("inside", "torch"), ("outside", "torch"), ("inside", "padding")])
 def test_tokens_are_those_of_exact_steps(
-    tmp_path: Path, padding: Callable[..., Any], speculator: str, run_ahead: int
+    tmp_path: Path, padding: Callable[..., Any], speculator: str, sampler: str, run_ahead: int
 ) -> None:
+    """With a sampler that is recorded, too, whose idle rows say that they kept something."""
     model = tiny_model(tmp_path / "model", max_position_embeddings=64, tokenizer=False)
     found = []
-    parts = {"ops": "padding", "attention": "padding", "executor": "padding"}
+    parts = {"ops": "padding", "attention": "padding", "executor": "padding", "sampler": sampler}
     drafting = {"speculator": {"use": speculator, "options": {"drafts": 3, "min_n": 1}}, "adapt_drafts": False}
     PaddedExecutor.shapes.clear()
+    RecordableSampler.verified = 0
     for settings in ({}, {**parts, **drafting, "run_ahead": run_ahead}):
         with Engine(
             model,
             device="cpu",
-            plugins=[padding(speculators(), executor=PaddedExecutor)],
+            plugins=[padding(speculators(), executor=PaddedExecutor, sampler=RecordableSampler)],
             max_rows=5,
             **{"executor": "local", **settings},
         ) as engine:
@@ -97,6 +140,7 @@ def test_tokens_are_those_of_exact_steps(
     assert verified
     assert all(shape.decode is not None and shape.decode.min_query == shape.decode.max_query for shape in verified)
     assert {shape.rows for shape in verified} <= {1, 2, 4, 5}
+    assert (RecordableSampler.verified > 0) == (sampler == "padding")
 
 
 def row(slot: int, drafts: int, **other: Any) -> RowPlan:

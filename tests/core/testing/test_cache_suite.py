@@ -304,6 +304,14 @@ class Leaks(PagedCache):
         super().release(seq, fence)
 
 
+class LongStrides(PagedCache):
+    """A page is full, and nobody has told of it."""
+
+    def __init__(self, need: CacheNeed, options: PagedOptions) -> None:
+        super().__init__(need, options)
+        self.commit_stride = 3 * need.page_size
+
+
 class Chancy(PagedCache):
     """Hands out pages by chance."""
 
@@ -344,6 +352,7 @@ BROKEN: dict[type[CacheManager], str] = {
     FindsReserved: "test_only_committed_entries_are_found",
     HashesPages: "test_other_tokens_are_not_found test_salts_separate_tenants",
     IgnoresSalts: "test_salts_separate_tenants",
+    LongStrides: "test_commits_may_come_in_strides",
     AlwaysReuses: "test_reuse_can_be_declined",
     NeverResets: "test_reset_forgets_every_prefix",
     HoardsPrefixes: "test_cached_pages_make_room test_nothing_leaks",

@@ -232,6 +232,11 @@ class VerifiesAtOnePosition(TorchSampler):
         return super().verify(logits, replace(rows, positions=rows.positions - 1))
 
 
+class TakesTreesForChains(TorchSampler):
+    def verify(self, logits: Tensor, rows: VerifyRows) -> VerifyOutput:
+        return super().verify(logits, replace(rows, parents=None))
+
+
 class Standard(SamplerSuite):
     part = TorchSampler
     grid = "small"
@@ -247,6 +252,7 @@ class Undecided(TorchSampler):
 
 ORDER = "test_top_k_top_p_and_min_p_in_this_order"
 ALL = "test_everything_at_once"
+TREE = "test_verify_follows_the_path_through_a_tree"
 BROKEN: list[tuple[type, set[str]]] = [
     (IgnoresBias, {"test_bias", ALL, "test_distribution", "test_processed_logprobs"}),
     (IgnoresMinP, {"test_min_p", ORDER, "test_exact_support", "test_distribution", "test_processed_logprobs"}),
@@ -266,8 +272,9 @@ BROKEN: list[tuple[type, set[str]]] = [
     (AlwaysRaw, {"test_processed_logprobs"}),
     (AlwaysProcessed, {"test_raw_logprobs"}),
     (ScoresTheNext, {"test_score"}),
-    (AcceptsOneMore, {"test_verify_keeps_what_sampling_would_have_chosen"}),
-    (VerifiesAtOnePosition, {"test_verify_keeps_what_sampling_would_have_chosen"}),
+    (AcceptsOneMore, {"test_verify_keeps_what_sampling_would_have_chosen", TREE}),
+    (VerifiesAtOnePosition, {"test_verify_keeps_what_sampling_would_have_chosen", TREE}),
+    (TakesTreesForChains, {TREE}),
     (Undecided, {"test_says_what_verification_wants"}),
 ]
 #: What is broken here shows in many tests that use it. These are among them.
@@ -307,7 +314,7 @@ def test_what_many_tests_use_is_caught_by_its_own_too(part: type, tests: set[str
 
 
 def test_the_one_that_all_are_made_of_passes() -> None:
-    outcomes = run_suite(suite_of(TorchSampler, claims=("verify", "batch_invariant")))
+    outcomes = run_suite(suite_of(TorchSampler, claims=("verify", "trees", "batch_invariant")))
     assert not [outcome for outcome in outcomes if outcome.result == "failed"]
 
 
@@ -327,8 +334,8 @@ def test_a_sampler_that_verifies_nothing_must_say_so() -> None:
         def refusals(cls, need: SamplerNeed, options: Any) -> Sequence[str]:
             return ["verifies no drafts"] if need.max_drafts else []
 
-    assert failed(suite_of(Plain), "verify") == {"test_verify_keeps_what_sampling_would_have_chosen"}
-    [skipped] = run_suite(suite_of(Honest), "verify")
+    assert failed(suite_of(Plain), "verify") == {"test_verify_keeps_what_sampling_would_have_chosen", TREE}
+    skipped, _of_trees = run_suite(suite_of(Honest), "verify")
     assert (skipped.result, skipped.reason) == ("skipped", "refused: verifies no drafts")
     assert failed(suite_of(Honest, claims=("verify",)), "declared") == {"test_serves_what_is_declared"}
 

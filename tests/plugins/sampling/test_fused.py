@@ -158,7 +158,7 @@ def test_refusals() -> None:
     assert "capability 8.0" in refused(device=DeviceFacts(type="cuda", capability=(7, 5)))
     assert "capability 8.0" in refused(device=DeviceFacts(type="cpu"))
     assert "float64" in refused(dtype="float64")
-    assert "drafts" in refused(max_drafts=2)
+    assert not refused(max_drafts=2)
     assert "at most 16777216" in refused(vocab_size=1 << 25)
 
 

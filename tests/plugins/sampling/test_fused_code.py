@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pegboard.contracts.device import DeviceFacts
-from pegboard.contracts.sampler import SamplerNeed, SampleRows, SamplingParams, SlotOpening
+from pegboard.contracts.sampler import SamplerNeed, SampleRows, SamplingParams, SlotOpening, VerifyRows
 from pegboard_sampling.fused.sampler import FusedSampler
 
 CAPABILITIES = [90, pytest.param(80, marks=pytest.mark.full)]
@@ -35,9 +35,9 @@ KINDS: dict[str, dict[str, Any]] = {
 class OnHost(FusedSampler):
     """State on the host, as nothing runs."""
 
-    def __init__(self, need: SamplerNeed) -> None:
-        super().__init__(need, interpreted=True)
-        self._fast = True
+    def __init__(self, need: SamplerNeed, rejects: bool = False) -> None:
+        super().__init__(need, rejects=rejects, interpreted=True)
+        self._passes._fast = True
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -57,6 +57,33 @@ def test_nothing_spills(compile_for: Callable[..., Any], capability: int, dtype:
     assert made[0].kernel == "read_chunks"
     if kind in ("greedy", "few", "wide"):
         assert made[0].instructions["LDG"] <= 8 + 8, "16 bytes a load: 4096 logits by 128 threads are 8, and parameters"
+    hold_sizes(made)
+
+
+def hold_sizes(made: list[Any]) -> None:
     assert all(one.stack == 0 for one in made)
     assert all(one.layouts.count("\n") < MOST_LINES for one in made)
     assert all(one.instructions.total() < MOST_INSTRUCTIONS for one in made)
+
+
+@pytest.mark.parametrize("rejects", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind", ["greedy", pytest.param("adjusted few", marks=pytest.mark.full)])
+def test_nothing_spills_with_drafts(compile_for: Callable[..., Any], capability: int, kind: str, rejects: bool) -> None:
+    device = DeviceFacts(type="cuda", capability=divmod(capability, 10))
+    sampler = OnHost(SamplerNeed(device=device, vocab_size=VOCAB, slots=2, max_length=100, max_drafts=1), rejects)
+    sampler.open([SlotOpening(slot=0, sampling=SamplingParams(**KINDS[kind]), seed=1, prompt=(1, 2), max_length=100)])
+    rows = VerifyRows(
+        slots=torch.zeros(1, dtype=torch.int64),
+        query_start=torch.tensor([0, 2], dtype=torch.int32),
+        positions=torch.zeros(1, dtype=torch.int64),
+        ids=torch.zeros(2, dtype=torch.int64),
+        parents=None,
+        probs=torch.zeros(2, VOCAB) if rejects else None,
+        host_slots=(0,),
+    )
+    with compile_for(capability) as made:
+        sampler.verify(torch.empty(2, VOCAB), rows)
+    judges = ["refuse_drafts", "replace_refused"] if rejects else []
+    assert [one.kernel for one in made] == ["lay_out_choices", "read_chunks", "choose", *judges, "keep_drafts"]
+    hold_sizes(made)

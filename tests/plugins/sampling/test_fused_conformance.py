@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.sampler import SamplerNeed
@@ -57,13 +58,7 @@ class Interpreted(FusedSampler):
 
 
 def _on_cuda(need: SamplerNeed) -> SamplerNeed:
-    return SamplerNeed(
-        device=DeviceFacts(type="cuda", capability=(8, 0)),
-        vocab_size=need.vocab_size,
-        slots=need.slots,
-        max_length=need.max_length,
-        max_drafts=need.max_drafts,
-    )
+    return replace(need, device=DeviceFacts(type="cuda", capability=(8, 0)))
 
 
 if INTERPRETED:
@@ -73,7 +68,7 @@ if INTERPRETED:
         part = Interpreted
         grid = "small"
         dtypes = ("float32", "float16") if FULL else ("float32",)
-        claims = ("batch_invariant",)
+        claims = ("verify", "batch_invariant")
         exempt = {
             "test_distribution": "takes thousands of launches: held on a CUDA device",
             "test_exact_support": "takes thousands of launches: held on a CUDA device, here test_support",
@@ -97,7 +92,7 @@ class TestOnCuda(SamplerSuite):
     part = FusedSampler
     device = "cuda"
     dtypes = ("float32", "float16", "bfloat16")
-    claims = ("batch_invariant",)
+    claims = ("verify", "batch_invariant")
 
 
 @pytest.mark.supports("Sampling", "every parameter in Triton, without sorting the vocabulary (part fused)")

@@ -84,8 +84,26 @@ class TestMedusaWithOutputs(TestMedusa):
         return Candidate(MedusaSpeculator, MedusaOptions(model=str(path), drafts=2))
 
 
+#: In no order; as drafts they are (0) (2) (0 0) (0 1) (2 0) (0 1 3).
+PATHS = ((2,), (0, 1), (0,), (0, 1, 3), (2, 0), (0, 0))
+
+
+class TestMedusaTrees(TestMedusa):
+    claims = ()
+
+    @pytest.fixture
+    def candidate(self, tmp_path: Path) -> Candidate:
+        path = write_heads(tmp_path / "heads")
+        return Candidate(MedusaSpeculator, MedusaOptions(model=str(path), choices=PATHS, candidates=5))
+
+
 @pytest.mark.gpu
 class TestMedusaOnCuda(TestMedusa):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestMedusaTreesOnCuda(TestMedusaTrees):
     device = "cuda"
 
 
@@ -120,6 +138,39 @@ def test_published_files_give_the_drafts_of_the_definition(
     expected = [[int(defined(tensors, h, s, target.matrix, blocks).argmax()) for h in range(3)] for s in states]
     assert made.propose(context).ids.tolist() == expected
     assert len({tuple(row) for row in expected}) == 4
+
+
+def test_a_tree_has_the_heads_best_choices(tmp_path: Path) -> None:
+    path = write_heads(tmp_path / "heads")
+    need = SpeculatorSuite.need()
+    made = MedusaSpeculator(need, MedusaOptions(model=str(path), choices=PATHS))
+    described = MedusaSpeculator.describe(need, MedusaOptions(model=str(path), choices=PATHS))
+    assert (described.drafts, described.depth) == (6, 3)
+    target = StandInTarget(need.target, "cpu")
+    made.attach(target)
+    greedy = SamplingParams(temperature=0.0)
+    made.open([SlotOpening(slot=1, sampling=greedy, seed=0, prompt=(4, 9), max_length=90)])
+    state, slots = target.state([4, 9]), torch.tensor([1])
+    made.observe_hidden(slots, torch.tensor([[7]]), torch.tensor([1]), state.view(1, 1, -1))
+    stored = load_file(path / "medusa_lm_head.safetensors")
+    best = [defined(stored, head, state, target.matrix, 1).topk(4).indices.tolist() for head in range(3)]
+    expected = [best[0][0], best[0][2], best[1][0], best[1][1], best[1][0], best[2][3]]
+    for drafts in range(1, 7):
+        context = DraftContext(slots=slots, last_ids=slots, positions=slots, taps=(), batch=None, drafts=drafts)
+        found = made.propose(context)
+        assert found.ids.tolist() == [expected[:drafts]]
+        assert found.parents is not None
+        assert found.parents.tolist() == [[0, 0, 1, 1, 2, 4][:drafts]]
+
+
+def test_trees_that_are_none_are_refused(tiny_path: Path, tmp_path: Path) -> None:
+    path = str(write_heads(tmp_path / "heads", size=64))
+    refused(tiny_path, "[1, 0]", "[1]", model=path, choices=[[0], [1, 0]])
+    refused(tiny_path, "path twice", model=path, choices=[[0], [0]])
+    refused(tiny_path, "empty", model=path, choices=[[0], []])
+    refused(tiny_path, "0 to candidates - 1, 4", model=path, choices=[[5]], candidates=5)
+    refused(tiny_path, "exclude each other", model=path, choices=[[0]], drafts=1)
+    refused(tiny_path, "3 heads, choices has a path of 4", model=path, choices=[[0] * n for n in range(1, 5)])
 
 
 def test_a_row_that_had_ended_keeps_its_state(tmp_path: Path) -> None:

@@ -121,6 +121,32 @@ def test_greedy_texts_are_deterministic_and_logprobs_are_the_models(engine: Engi
     assert all(record.logprob < -1.0 for record in first.completions[0].logprobs)  # none is certain of itself
 
 
+@pytest.mark.supports("Sampling", "structured output beside requests that speculate")
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_beside_drafts(path: Path, make_engine: Callable[..., Any], ahead: int) -> None:
+    """It has none itself, and is what it would be without a speculator, as its neighbours are that have some."""
+    copied = "one two three four five six, " * 4
+    # Biased to few tokens, so that there is something to copy
+    free = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias={40: 60.0, 41: 60.0})
+    asked = [(copied, free)]
+    asked += [("hello", SamplingParams(seed=3, max_tokens=200, processors=structured(**one))) for one in ASKED[:4]]
+    found = []
+    for settings in ({}, {"speculator": "ngram", "adapt_drafts": False}):
+        engine = make_engine(
+            path, device="cpu", max_rows=8, run_ahead=ahead, logits_processors=["structured"], **settings
+        )
+        handles = [engine.submit(*one) for one in asked]
+        outputs = [handle.result(timeout=120).raise_for_error() for handle in handles]
+        for output, one in zip(outputs[1:], ASKED, strict=False):
+            assert matches(output.text, one), output.text
+        found.append([output.token_ids for output in outputs])
+        stats = engine.stats().speculation
+    assert found[0] == found[1]
+    # One row of five had drafts, and kept some
+    assert stats.proposed[0] == stats.steps
+    assert stats.accepted[0] > 5
+
+
 def test_preempted_texts_go_on(path: Path, make_engine: Callable[..., Any]) -> None:
     page = 16 * 2 * 2 * 16 * 4 * 3
     settings = {"max_length": 48, "kv_memory": 5 * page, "max_rows": 8, "logits_processors": ["structured"]}

@@ -10,7 +10,7 @@ from pegboard.testing import SamplerSuite
 class TestTorchSampler(SamplerSuite):
     part = "torch"
     dtypes = ("float64", "float32", "float16", "bfloat16")
-    claims = ("verify", "batch_invariant")
+    claims = ("verify", "trees", "batch_invariant")
 
 
 @pytest.mark.gpu

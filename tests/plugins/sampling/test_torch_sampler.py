@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 
@@ -557,13 +558,27 @@ def test_verification_reports_logprobs_of_the_kept() -> None:
     torch.testing.assert_close(out.logprobs.chosen[0].double(), expected, atol=1e-6, rtol=0)
 
 
-def test_trees_and_draft_distributions_are_refused() -> None:
-    import msgspec
+def test_a_path_through_a_tree_is_kept() -> None:
+    """Queries: 0, its children 1 and 2, 3 behind 1, 4 and 5 behind 2. After 0 query 2 is chosen, after that 5."""
+    sampler = make([opening(0, temperature=0.0, logprobs=1), opening(1, temperature=0.0)], 8, drafts=5)
+    logits = torch.full((9, 8), -4.0)
+    for query, best in enumerate([3, 6, 5, 6, 6, 1, 2, 4, 4]):
+        logits[query, best] = 2.0 + query
+    rows = drafts_of([[0, 2, 3, 3, 7, 5], [0, 2, 2]], [0, 1], [5, 9], "cpu")
+    rows = msgspec.structs.replace(rows, parents=torch.tensor([-1, 0, 0, 1, 2, 2, -1, 0, 1]))
+    out = sampler.verify(logits, rows)
+    assert out.ids.tolist() == [[3, 5, 1, -1, -1, -1], [2, 4, -1, -1, -1, -1]]
+    assert out.count.tolist() == [3, 2]
+    assert out.path.tolist() == [[0, 2, 5, -1, -1, -1], [0, 1, -1, -1, -1, -1]]
+    assert out.logprobs is not None
+    expected = logits.double().log_softmax(-1).amax(-1)[[0, 2, 5]]
+    torch.testing.assert_close(out.logprobs.chosen[0, :3].double(), expected, atol=1e-6, rtol=0)
+    assert out.logprobs.top_ids[0, :3].flatten().tolist() == [3, 5, 1]
 
+
+def test_draft_distributions_are_refused() -> None:
     sampler = make([opening(0)], 4, drafts=1)
     rows = drafts_of([[0, 1]], [0], [5], "cpu")
-    with pytest.raises(PegboardError, match="trees"):
-        sampler.verify(torch.zeros(2, 4), msgspec.structs.replace(rows, parents=torch.tensor([-1, 0])))
     with pytest.raises(PegboardError, match="probs"):
         sampler.verify(torch.zeros(2, 4), msgspec.structs.replace(rows, probs=torch.zeros(2, 4)))
 

@@ -43,10 +43,13 @@ def best_tokens(
     scratch,
     count,
     slot,
+    row,
     floats,
     integers,
     words,
     biases,
+    queries,
+    places,
     vocab,
     groups,
     GROUPS: tl.constexpr,
@@ -69,7 +72,7 @@ def best_tokens(
     ids = chosen[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
     real = (at < many)[:, None] & (ids < vocab)
     x = tl.load(logits + ids, mask=real, other=float("-inf")).to(tl.float32)
-    x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+    x = v.adjusted(x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES)
     # With fewer groups than tokens asked for, a maximum bounds nothing
     floor = tl.where(groups >= count, least >> 32, -(1 << 31)).to(tl.int32)
     found = (real & (v.ordered(x) >= floor)).to(tl.int32)

@@ -29,6 +29,8 @@ def choose(
     integers,
     words,
     biases,
+    queries,
+    places,
     maxima,
     statistics,
     chunk_ids,
@@ -46,11 +48,12 @@ def choose(
     BIASES: tl.constexpr,
     ADDS_NOISE: tl.constexpr,
     FEW: tl.constexpr,
-    PROCESSED: tl.constexpr,
+    TELLS: tl.constexpr,
+    COUNTS: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """ids_out [N] int64 holds the choices of WIDE rows already. With PROCESSED, `support` [N] gets the last key that
-    could be chosen and `mass` [N] float32 what the weights of those add up to; the choice is not counted yet."""
+    """ids_out [N] int64 holds the choices of WIDE rows already. With TELLS, `support` [N] gets the last key that could
+    be chosen and `mass` [N] float32 what the weights of those add up to. COUNTS: the choice is counted."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     kind = v.integer(integers, slot, v.KIND)
@@ -87,10 +90,13 @@ def choose(
                 own,
                 count,
                 slot,
+                row,
                 floats,
                 integers,
                 words,
                 biases,
+                queries,
+                places,
                 vocab,
                 groups,
                 GROUPS,
@@ -110,16 +116,16 @@ def choose(
             kept = kept & (tl.exp(scores) >= v.number(floats, slot, v.MIN_P).to(tl.float32))
             total = tl.sum(tl.where(kept, weights, 0), 0).to(tl.float32) / v.UNIT
             ids = v.id_of(keys)
-            seed = v.integer(integers, slot, v.SEED)
-            noisy = tl.where(kept, scores + noise.gumbel(ids, tl.load(positions + row), seed, FAST), float("-inf"))
+            seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+            noisy = tl.where(kept, scores + noise.gumbel(ids, position, seed, noise.TOKENS, FAST), float("-inf"))
             _, pick = v.first_of_best(noisy, ids)
             chosen = pick.to(tl.int64)
-    if PROCESSED:
+    if TELLS:
         if kind != v.WIDE:
             tl.store(support + row, last)
             tl.store(mass + row, total)
     chosen = tl.where(peak == float("-inf"), -2, chosen)
     chosen = tl.where(tl.min(first, 0) < 0, -1, chosen)
     tl.store(ids_out + row, chosen)
-    if not PROCESSED:
+    if COUNTS:
         count_choice(chosen, slot, integers, words, vocab, WORDS)

@@ -33,6 +33,8 @@ def read_chunks(
     integers,
     words,
     biases,
+    queries,
+    places,
     maxima,
     raw_maxima,
     statistics,
@@ -48,6 +50,7 @@ def read_chunks(
     ADDS_NOISE: tl.constexpr,
     KEEPS_GROUPS: tl.constexpr,
     SUMS: tl.constexpr,
+    REJECTS: tl.constexpr,
     RAW: tl.constexpr,
     FAST: tl.constexpr,
 ):
@@ -59,7 +62,7 @@ def read_chunks(
     ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
     real = ids < vocab
     raw = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
-    x = v.adjusted(raw, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+    x = v.adjusted(raw, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES)
     broken = tl.max(tl.ravel(((raw != raw) | (x != x)).to(tl.int32)), 0)
     greatest = tl.max(tl.ravel(x), 0)
     at = statistics + row * v.STATISTICS * chunks + chunk
@@ -75,7 +78,10 @@ def read_chunks(
             tl.store(counts + row * 2, 0)
             tl.store(counts + row * 2 + 1, 0)
     if SUMS:
-        if (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0):
+        sums = (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0)
+        if REJECTS:
+            sums |= kind == v.NOISE
+        if sums:
             scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
             tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(v.exp(scores, FAST)), 0))
     if ADDS_NOISE:
@@ -90,8 +96,10 @@ def read_chunks(
             while most > best - _ROUNDING:
                 id = tl.min(tl.ravel(tl.where(reach == most, ids, 0x7FFFFFFF)), 0)
                 y = tl.load(logits + row * stride + id).to(tl.float32)
-                y = v.adjusted(y, id, True, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
-                noisy = v.score(y, greatest, temperature) + noise.gumbel(id, position, seed, FAST)
+                y = v.adjusted(
+                    y, id, True, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
+                )
+                noisy = v.score(y, greatest, temperature) + noise.gumbel(id, position, seed, noise.TOKENS, FAST)
                 pick = tl.where((noisy > best) | ((noisy == best) & (id < pick)), id, pick)
                 best = tl.maximum(best, noisy)
                 reach = tl.where(ids == id, float("-inf"), reach)

@@ -57,6 +57,8 @@ def bracket(
     integers,
     words,
     biases,
+    queries,
+    places,
     maxima,
     statistics,
     counts,
@@ -92,7 +94,9 @@ def bracket(
         least = _least_score(floats, slot, total, vocab)
         above_all = (v.ordered(peak).to(tl.int64) + 1) << 32
         if weighs:
-            x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+            x = v.adjusted(
+                x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
+            )
             weights = v.exp(v.score(x, peak, temperature), FAST)
             profile = profiles + row * STEPS * chunk_count
             for step in tl.static_range(1, STEPS):
@@ -132,6 +136,8 @@ def gather_candidates(
     integers,
     words,
     biases,
+    queries,
+    places,
     counts,
     brackets,
     listed,
@@ -150,7 +156,7 @@ def gather_candidates(
         ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
         real = ids < vocab
         x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
-        x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+        x = v.adjusted(x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES)
         floor = (tl.load(brackets + row * 2) >> 32).to(tl.int32)
         taken = ((v.ordered(x) >= floor) & (x > float("-inf"))).to(tl.int32)
         of_groups = tl.sum(taken, 1)

@@ -17,6 +17,8 @@ def list_logprobs(
     integers,
     words,
     biases,
+    queries,
+    places,
     maxima,
     raw_maxima,
     statistics,
@@ -38,6 +40,7 @@ def list_logprobs(
     BIASES: tl.constexpr,
     RAW: tl.constexpr,
     PROCESSED: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):
     """chosen_out [N], top_ids and top_values [N, width]: NaN and -1 where nothing was asked for."""
     row = tl.program_id(0).to(tl.int64)
@@ -65,14 +68,17 @@ def list_logprobs(
                     listed,
                     count,
                     slot,
+                    row,
                     floats,
                     integers,
                     words,
                     biases,
+                    queries,
+                    places,
                     vocab,
                     groups,
                     GROUPS,
-                    False,
+                    v.NO_WORDS,
                     False,
                 )
             values = v.score(v.value_of(best.listed(listed, many)), peak, 1.0) - scale
@@ -83,7 +89,9 @@ def list_logprobs(
             scale = tl.log(tl.load(mass + row))
             last = tl.load(support + row)
             x = tl.load(own + token).to(tl.float32)
-            x = v.adjusted(x, token, True, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+            x = v.adjusted(
+                x, token, True, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
+            )
             of_chosen = v.score(x, peak, temperature) - scale
             if count > 0:
                 many = best.best_tokens(
@@ -92,10 +100,13 @@ def list_logprobs(
                     listed,
                     count,
                     slot,
+                    row,
                     floats,
                     integers,
                     words,
                     biases,
+                    queries,
+                    places,
                     vocab,
                     groups,
                     GROUPS,
@@ -118,7 +129,7 @@ def list_logprobs(
     nothing = (rest >= count) & (rest < width)
     tl.store(top_ids + row * width + rest, tl.full([best.MOST], -1, tl.int64), mask=nothing)
     tl.store(top_values + row * width + rest, tl.full([best.MOST], nan, tl.float32), mask=nothing)
-    if PROCESSED:
+    if COUNTS:
         choosing.count_choice(chosen, slot, integers, words, vocab, WORDS)
 
 
@@ -130,6 +141,8 @@ def spread_logprobs(
     integers,
     words,
     biases,
+    queries,
+    places,
     statistics,
     support,
     mass,
@@ -161,7 +174,9 @@ def spread_logprobs(
         if asks & processed:
             temperature = v.temperature_of(floats, integers, slot)
             _, peak, _, _ = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
-            x = v.adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS, BIASES)
+            x = v.adjusted(
+                x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
+            )
             scores = v.score(x, peak, temperature)
             kept = v.key_of(x, ids) >= tl.load(support + row)
             if v.integer(integers, slot, v.KIND) != v.GREEDY:

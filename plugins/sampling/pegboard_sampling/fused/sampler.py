@@ -9,27 +9,28 @@ import torch
 import triton
 from torch import Tensor
 
-from pegboard.contracts.sampler import LogprobTensors, SampleOutput, Sampler, SamplerNeed, SampleRows, SlotOpening
+from pegboard.contracts.sampler import (
+    LogprobTensors,
+    SampleOutput,
+    Sampler,
+    SamplerNeed,
+    SampleRows,
+    SlotOpening,
+    VerifyOutput,
+    VerifyRows,
+)
 from pegboard.errors import PegboardError
 
 from .. import logprobs
-from ..choice import best_first
-from .best import MOST
-from .choosing import choose
-from .chunks import read_chunks
-from .gathering import bracket, gather_candidates
-from .listing import list_logprobs, spread_logprobs
-from .selecting import select
-from .slots import FusedSlots, Path
-from .workspace import CHUNK_GROUPS, Workspace
+from ..options import FusedSamplerOptions
+from . import values as v
+from .passes import Choices, Passes
+from .slots import STOPS, FusedSlots, Path
+from .verifying import keep_drafts, lay_out_choices
 
 _DTYPES = ("float32", "float16", "bfloat16")
 #: Ids and 2**31 - 1 - id share an int32.
 _MOST_TOKENS = 1 << 24
-#: Undecided tokens that a program weighs, and parts, at a time.
-_SELECT_BLOCK, _SELECT_PART = 512, 2048
-#: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
-_READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
 
 
 class FusedSampler(Sampler):
@@ -40,21 +41,25 @@ class FusedSampler(Sampler):
     Adjustments, scores and noise are float32; weights are summed in integers, so neither place nor neighbours change
     a bit. Same tokens as every sampler for the same seed, but where two perturbed scores are within 1e-4.
 
+    Drafts are verified by the same passes, one choice for each query; `verify` allocates its results alone, so it may
+    be recorded as `sample` may. With `rejection` what is refused costs another pass over its logits.
+
     A NaN among a row's logits gives id -1, no token above -inf -2. A +inf logit wins; several share the mass.
 
-    Memory for C slots and a vocabulary V: 4 C V bytes when a slot has penalties or min_tokens, 4 C V when one has a
-    bias, 16 C V when one needs more than top-k up to 64."""
+    Memory for C slots and a vocabulary V: 4 C V bytes when a slot has penalties or min_tokens (or, with drafts, more
+    than 8 stop ids), 4 C V when one has a bias, 16 C V when one needs more than top-k up to 64."""
 
     capturable = True
 
-    def __init__(self, need: SamplerNeed, *, interpreted: bool = False) -> None:
+    def __init__(self, need: SamplerNeed, *, rejects: bool = False, interpreted: bool = False) -> None:
         self._vocab_size = need.vocab_size
-        #: The device's own logarithm; the interpreter has none.
-        self._fast = not interpreted
+        self._max_drafts = need.max_drafts
+        self._rejects = rejects
         on_cuda = need.device.type == "cuda" and not interpreted
         device = torch.device("cuda", need.device.index) if on_cuda else torch.device("cpu")
-        self._slots = FusedSlots(need.slots, need.vocab_size, device)
-        self._workspace = Workspace(need.slots, need.vocab_size, device)
+        self._slots = FusedSlots(need.slots, need.vocab_size, device, drafted=need.max_drafts > 0)
+        # The interpreter lacks the device's own logarithm
+        self._passes = Passes(self._slots, need.slots, need.vocab_size, rejects=rejects, fast=not interpreted)
 
     @classmethod
     def refusals(cls, need: SamplerNeed, options: Any) -> Sequence[str]:
@@ -66,13 +71,17 @@ class FusedSampler(Sampler):
             reasons.append(f"computes in float32: takes logits in {', '.join(_DTYPES)}, not in {need.dtype}")
         if need.vocab_size > _MOST_TOKENS:
             reasons.append(f"takes vocabularies of at most {_MOST_TOKENS} tokens, not {need.vocab_size}")
-        if need.max_drafts:
-            reasons.append("does not verify drafts")
+        if need.trees:
+            reasons.append("verifies chains of drafts, not trees")
         return reasons
 
     @classmethod
     def create(cls, need: SamplerNeed, options: Any) -> Self:
-        return cls(need)
+        return cls(need, rejects=cls.wants_probs(options))
+
+    @classmethod
+    def wants_probs(cls, options: FusedSamplerOptions | None) -> bool:
+        return options is not None and options.verification == "rejection"
 
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._slots.open(openings)
@@ -95,13 +104,69 @@ class FusedSampler(Sampler):
         ids = torch.empty(count, dtype=torch.int64, device=logits.device)
         if not count:
             return SampleOutput(ids=ids)
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
-        if count > self._workspace.rows:
-            self._workspace = Workspace(count, self._vocab_size, logits.device, before=self._workspace)
-        self._read(logits, rows, path)
-        self._choose(logits, rows, path, ids)
-        return SampleOutput(ids=ids, logprobs=self._list(logits, rows, path, ids))
+        choices = Choices(logits=_dense(logits), slots=rows.slots, positions=rows.positions)
+        return SampleOutput(ids=ids, logprobs=self._passes.run(choices, path, ids))
+
+    def verify(self, logits: Tensor, rows: VerifyRows) -> VerifyOutput:
+        """`coupled` verification of chains: a draft is kept iff it is what the target itself chooses there, with the
+        noise of that position and penalties that count the drafts before it; `rejection` (Leviathan et al. 2023) for
+        rows with noise, when the options say so, where a speculator that gives no probs drew its drafts for sure.
+        Log-probabilities are [N, 1 + k] (and [N, 1 + k, m]), meaningful for the kept tokens. Slots beyond host_slots
+        are idle."""
+        self._check(logits)
+        self._check_drafts(logits, rows)
+        count, width, device = rows.slots.shape[0], 1 + self._max_drafts, logits.device
+        ids, path = (torch.empty(count, width, dtype=torch.int64, device=device) for _ in range(2))
+        kept = torch.empty(count, dtype=torch.int64, device=device)
+        if not count:
+            return VerifyOutput(ids=ids, count=kept, path=path)
+        way = rows.key if isinstance(rows.key, Path) else self._slots.path(rows.host_slots)
+        # Each at an aligned address, which kernels are compiled for
+        slots, positions, places, drafts, chosen = (
+            torch.empty(logits.shape[0], dtype=torch.int64, device=device) for _ in range(5)
+        )
+        lay_out_choices[(logits.shape[0],)](
+            rows.query_start,
+            rows.ids,
+            rows.slots,
+            rows.positions,
+            slots,
+            positions,
+            places,
+            drafts,
+            count,
+            ROWS=triton.next_power_of_2(count),
+            num_warps=1,
+        )
+        probs = None if rows.probs is None else _dense(rows.probs)
+        choices = Choices(_dense(logits), slots, positions, rows.ids, places, drafts, probs)
+        found = self._passes.run(choices, way, chosen)
+        words = self._slots.words if way.words else None
+        keep_drafts[(count,)](
+            chosen,
+            drafts,
+            rows.query_start,
+            rows.slots,
+            rows.positions,
+            self._slots.integers,
+            self._slots.stops,
+            self._slots.integers if words is None else words,
+            ids,
+            kept,
+            path,
+            self._vocab_size,
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+            STOPS=STOPS,
+            WORDS=(v.NO_WORDS if words is None else v.SLOT_WORDS).value,
+            num_warps=1,
+        )
+        return VerifyOutput(
+            ids=ids,
+            count=kept,
+            path=path,
+            logprobs=None if found is None else _spread(found, rows.query_start, width),
+        )
 
     def score(self, logits: Tensor, targets: Tensor, top: int) -> LogprobTensors:
         self._check(logits)
@@ -113,184 +178,33 @@ class FusedSampler(Sampler):
         if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise PegboardError(f"logits are {logits.dtype}; the fused sampler takes {', '.join(_DTYPES)}")
 
-    def _state(self, logits: Tensor, path: Path) -> tuple[Tensor, ...]:
-        """floats, integers, words, biases; tables that no slot of this path reads may be anything."""
-        slots = self._slots
-        words = slots.words if path.words else None
-        biases = slots.biases if path.biases else None
-        return (
-            slots.floats,
-            slots.integers,
-            slots.integers if words is None else words,
-            slots.floats if biases is None else biases,
-        )
+    def _check_drafts(self, logits: Tensor, rows: VerifyRows) -> None:
+        count, width = rows.slots.shape[0], 1 + self._max_drafts
+        if rows.parents is not None:
+            raise PegboardError("this sampler verifies chains of drafts, not trees (VerifyRows.parents must be None)")
+        if rows.probs is not None and not self._rejects:
+            raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
+        if rows.query_start.shape[0] != count + 1 or rows.positions.shape[0] != count or len(rows.host_slots) > count:
+            raise PegboardError(
+                f"{count} slots, {rows.query_start.shape[0]} query starts (one more than slots) and "
+                f"{rows.positions.shape[0]} positions for {len(rows.host_slots)} slots of the host"
+            )
+        if logits.shape[0] != rows.ids.shape[0]:
+            raise PegboardError(f"{logits.shape[0]} rows of logits for {rows.ids.shape[0]} queries")
+        if rows.probs is not None and rows.probs.shape != logits.shape:
+            raise PegboardError(f"probs are {tuple(rows.probs.shape)}, logits {tuple(logits.shape)}: they must agree")
+        if rows.host_queries and max(rows.host_queries) > width:
+            raise PegboardError(
+                f"a row has {max(rows.host_queries)} queries; with max_drafts {width - 1} it is {width}"
+            )
 
-    def _read(self, logits: Tensor, rows: SampleRows, path: Path) -> None:
-        work = self._workspace
-        read_chunks[(work.chunks, logits.shape[0])](
-            logits,
-            rows.slots,
-            rows.positions,
-            *self._state(logits, path),
-            work.maxima,
-            work.raw_maxima,
-            work.statistics,
-            work.chunk_ids,
-            work.counts,
-            logits.stride(0),
-            self._vocab_size,
-            work.groups,
-            work.chunks,
-            GROUPS=CHUNK_GROUPS,
-            WORDS=path.words,
-            BIASES=path.biases,
-            ADDS_NOISE=path.noise,
-            KEEPS_GROUPS=path.few or path.wide or path.processed,
-            SUMS=path.wide or path.processed,
-            RAW=path.raw,
-            FAST=self._fast,
-            num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
-        )
 
-    def _choose(self, logits: Tensor, rows: SampleRows, path: Path, ids: Tensor) -> None:
-        work, count, state = self._workspace, logits.shape[0], self._state(logits, path)
-        sizes = {
-            "GROUPS": max(triton.next_power_of_2(work.groups), MOST.value),
-            "CHUNKS": triton.next_power_of_2(work.chunks),
-            "WORDS": path.words,
-            "BIASES": path.biases,
-        }
-        if path.wide:
-            listed = work.listed
-            bracket[(work.chunks, count)](
-                logits,
-                rows.slots,
-                *state,
-                work.maxima,
-                work.statistics,
-                work.counts,
-                work.profiles,
-                work.brackets,
-                logits.stride(0),
-                self._vocab_size,
-                work.groups,
-                work.chunks,
-                CHUNK_GROUPS=CHUNK_GROUPS,
-                **sizes,
-                FAST=self._fast,
-                num_warps=_READ_WARPS,
-            )
-            gather_candidates[(work.chunks, count)](
-                logits,
-                rows.slots,
-                *state,
-                work.counts,
-                work.brackets,
-                listed,
-                logits.stride(0),
-                self._vocab_size,
-                listed.shape[2],
-                CHUNK_GROUPS=CHUNK_GROUPS,
-                WORDS=path.words,
-                BIASES=path.biases,
-                num_warps=_HEAVY_READ_WARPS,
-            )
-            select[(count,)](
-                rows.slots,
-                rows.positions,
-                *state[:2],
-                work.statistics,
-                work.counts,
-                work.brackets,
-                listed,
-                ids,
-                work.support,
-                work.mass,
-                self._vocab_size,
-                work.chunks,
-                listed.shape[2],
-                CHUNKS=sizes["CHUNKS"],
-                PROCESSED=path.processed,
-                FAST=self._fast,
-                BLOCK=_SELECT_BLOCK,
-                PART=_SELECT_PART,
-                num_warps=_ROW_WARPS,
-            )
-        choose[(count,)](
-            logits,
-            rows.slots,
-            rows.positions,
-            *state,
-            work.maxima,
-            work.statistics,
-            work.chunk_ids,
-            work.candidates,
-            ids,
-            work.support,
-            work.mass,
-            logits.stride(0),
-            self._vocab_size,
-            work.groups,
-            work.chunks,
-            **sizes,
-            ADDS_NOISE=path.noise,
-            FEW=path.few,
-            PROCESSED=path.processed,
-            FAST=self._fast,
-            num_warps=_ROW_WARPS if path.few else 1,
-        )
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
 
-    def _list(self, logits: Tensor, rows: SampleRows, path: Path, ids: Tensor) -> LogprobTensors | None:
-        if path.logprobs is None:
-            return None
-        work, count, state = self._workspace, logits.shape[0], self._state(logits, path)
-        listed = path.logprobs if path.logprobs <= MOST.value else 0
-        chosen = torch.empty(count, dtype=torch.float32, device=logits.device)
-        top_ids = torch.empty(count, listed, dtype=torch.int64, device=logits.device)
-        top_values = torch.empty(count, listed, dtype=torch.float32, device=logits.device)
-        modes = {"WORDS": path.words, "BIASES": path.biases, "RAW": path.raw, "PROCESSED": path.processed}
-        chunk_slots = triton.next_power_of_2(work.chunks)
-        if path.logprobs > listed:
-            spread = torch.empty(count, self._vocab_size, dtype=torch.float32, device=logits.device)
-            spread_logprobs[(work.chunks, count)](
-                logits,
-                rows.slots,
-                *state,
-                work.statistics,
-                work.support,
-                work.mass,
-                spread,
-                logits.stride(0),
-                self._vocab_size,
-                work.chunks,
-                CHUNK=4096,
-                CHUNKS=chunk_slots,
-                **modes,
-                num_warps=_ROW_WARPS,
-            )
-            top_values, top_ids = best_first(spread, path.logprobs)
-        list_logprobs[(count,)](
-            logits,
-            rows.slots,
-            *state,
-            work.maxima,
-            work.raw_maxima,
-            work.statistics,
-            work.candidates,
-            ids,
-            work.support,
-            work.mass,
-            chosen,
-            top_ids,
-            top_values,
-            logits.stride(0),
-            self._vocab_size,
-            work.groups,
-            work.chunks,
-            listed,
-            GROUPS=max(triton.next_power_of_2(work.groups), MOST.value),
-            CHUNKS=chunk_slots,
-            **modes,
-            num_warps=_ROW_WARPS,
-        )
-        return LogprobTensors(chosen=chosen, top_ids=top_ids, top_values=top_values)
+
+def _spread(found: LogprobTensors, query_start: Tensor, width: int) -> LogprobTensors:
+    """From [T] to [N, width]; what stands beyond a row's queries is another's, or the last one's."""
+    inside = torch.arange(width, device=query_start.device)
+    at = (query_start[:-1, None] + inside).clamp_(max=found.chosen.shape[0] - 1)
+    return LogprobTensors(chosen=found.chosen[at], top_ids=found.top_ids[at], top_values=found.top_values[at])

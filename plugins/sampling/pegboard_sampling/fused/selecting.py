@@ -99,7 +99,7 @@ def select(
     chunk_count,
     room,
     CHUNKS: tl.constexpr,
-    PROCESSED: tl.constexpr,
+    TELLS: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
@@ -192,13 +192,13 @@ def select(
             scores = v.score(v.value_of(keys), peak, temperature)
             ids = v.id_of(keys)
             kept = (at < few) & (tl.exp(scores) >= min_p)
-            noisy = tl.where(kept, scores + noise.gumbel(ids, position, seed, FAST), float("-inf"))
+            noisy = tl.where(kept, scores + noise.gumbel(ids, position, seed, noise.TOKENS, FAST), float("-inf"))
             found, id = v.first_of_best(noisy, ids)
             id = tl.where(found > float("-inf"), id, 0x7FFFFFFF)
             chosen = tl.where(found > reach, id, tl.where(found == reach, tl.minimum(id, chosen), chosen))
             reach = tl.maximum(reach, found)
             heavy += tl.sum(tl.where(kept, v.weight(scores), 0), 0)
         tl.store(ids_out + row, chosen.to(tl.int64))
-        if PROCESSED:
+        if TELLS:
             tl.store(support + row, last)
             tl.store(mass + row, heavy.to(tl.float32) / v.UNIT)

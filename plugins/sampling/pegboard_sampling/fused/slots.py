@@ -19,6 +19,9 @@ from ..slots import features_of, kind_of
 from . import values as v
 from .best import MOST
 
+#: Stop ids that stand in a table of their own; those of a slot with more are looked up among its words.
+STOPS = 8
+
 
 class Path(NamedTuple):
     """Which kernels some slots need, and what they must be able to do: the sampler's part of a graph's key."""
@@ -48,19 +51,25 @@ class Path(NamedTuple):
 
 
 class FusedSlots:
-    """`floats` [C, FLOATS] float64 and `integers` [C, INTEGERS] int64. A slot that was never opened is greedy.
+    """`floats` [C, FLOATS] float64, `integers` [C, INTEGERS] int64 and `stops` [C, STOPS] int64, -1 for none. A slot
+    that was never opened is greedy.
 
     `words` [C, V] int32 says of each token whether it stands in the prompt, ends the text, and how often it was chosen;
     `biases` [C, V] float32. Both are made when a slot first needs them, then for all slots, so that they never move."""
 
-    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, slots: int, vocab_size: int, device: torch.device, *, drafted: bool = False) -> None:
+        """`drafted`: rows may have drafts, so the device must know what ends a text."""
         self.device = device
+        self._drafted = drafted
         self._vocab_size = vocab_size
         self._features: list[frozenset[str]] = [frozenset()] * slots
+        #: By slot; equal ones are one object, so that those of a step are told apart without comparing them.
         self._paths = [Path()] * slots
+        self._known: dict[Path, Path] = {path: path for path in self._paths}
         self.floats = torch.zeros(slots, v.FLOATS.value, dtype=torch.float64, device=device)
         self.integers = torch.zeros(slots, v.INTEGERS.value, dtype=torch.int64, device=device)
         self.integers[:, v.LOGPROBS.value] = -1
+        self.stops = torch.full((slots, STOPS), -1, dtype=torch.int64, device=device)
         self.words: Tensor | None = None
         self.biases: Tensor | None = None
 
@@ -68,8 +77,10 @@ class FusedSlots:
         return frozenset().union(*(self._features[slot] for slot in host_slots))
 
     def path(self, host_slots: Iterable[int]) -> Path:
+        paths = self._paths
+        found = {id(path): path for path in [paths[slot] for slot in host_slots]}
         path = Path()
-        for one in {self._paths[slot] for slot in host_slots}:
+        for one in found.values():
             path = path.joined(one)
         return path
 
@@ -82,6 +93,8 @@ class FusedSlots:
         slots = self._upload([opening.slot for opening in openings])
         self.floats.index_copy_(0, slots, self._upload([row[0] for row in rows], torch.float64))
         self.integers.index_copy_(0, slots, self._upload([row[1] for row in rows]))
+        if self._drafted:
+            self.stops.index_copy_(0, slots, self._upload([_few_stops(opening.stop_ids) for opening in openings]))
         for opening in openings:
             self._fill(opening)
 
@@ -99,21 +112,24 @@ class FusedSlots:
         features = features_of(sampling)
         kind = _kind(sampling, self._vocab_size)
         processed = sampling.logprobs is not None and sampling.logprobs_mode == "processed"
+        many_stops = self._drafted and len(set(opening.stop_ids)) > STOPS
         self._features[slot] = features
-        self._paths[slot] = Path(
-            noise=kind == v.NOISE,
-            few=kind == v.FEW,
-            wide=kind == v.WIDE,
-            words="penalties" in features or _delays(opening),
+        path = Path(
+            noise=kind.value == v.NOISE.value,
+            few=kind.value == v.FEW.value,
+            wide=kind.value == v.WIDE.value,
+            words="penalties" in features or _delays(opening) or many_stops,
             biases="bias" in features,
             logprobs=None if sampling.logprobs is None else min(sampling.logprobs, self._vocab_size),
             raw=sampling.logprobs is not None and not processed,
             processed=processed,
         )
+        self._paths[slot] = self._known.setdefault(path, path)
         flags = (
             (v.PENALTIES.value if "penalties" in features else 0)
             | (v.BIAS.value if "bias" in features else 0)
             | (v.PROCESSED.value if processed else 0)
+            | (v.MANY_STOPS.value if many_stops else 0)
         )
         floats = [
             sampling.temperature,
@@ -131,6 +147,7 @@ class FusedSlots:
             sampling.min_tokens if _delays(opening) else 0,
             len(opening.output),
             -1 if sampling.logprobs is None else sampling.logprobs,
+            opening.max_length,
         ]
         return floats, integers
 
@@ -164,6 +181,11 @@ class FusedSlots:
         """Host numbers on the device, without waiting for it."""
         host = torch.tensor(numbers, dtype=dtype)
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+
+def _few_stops(stop_ids: Sequence[int]) -> list[int]:
+    stops = list(dict.fromkeys(stop_ids))[:STOPS]
+    return stops + [-1] * (STOPS - len(stops))
 
 
 def _delays(opening: SlotOpening) -> bool:

@@ -11,11 +11,13 @@ import triton.language as tl
 GROUP = tl.constexpr(128)
 #: Columns of the slots' float64 and int64 parameters.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, FLOATS = (tl.constexpr(i) for i in range(7))
-SEED, KIND, TOP_K, FLAGS, MIN_TOKENS, CHOSEN, LOGPROBS, INTEGERS = (tl.constexpr(i) for i in range(8))
+SEED, KIND, TOP_K, FLAGS, MIN_TOKENS, CHOSEN, LOGPROBS, MAX_LENGTH, INTEGERS = (tl.constexpr(i) for i in range(9))
 #: How a row chooses.
 GREEDY, NOISE, FEW, WIDE = (tl.constexpr(i) for i in range(4))
+#: What WORDS says: whether a choice reads the slot's words, and whether it counts the drafts before it.
+NO_WORDS, SLOT_WORDS, DRAFT_WORDS = (tl.constexpr(i) for i in range(3))
 #: Bits of FLAGS.
-PENALTIES, BIAS, PROCESSED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+PENALTIES, BIAS, PROCESSED, MANY_STOPS = (tl.constexpr(1 << i) for i in range(4))
 #: Bits of a token's word; above them how often it was chosen.
 IN_PROMPT, STOP, CHOSEN_ONCE, COUNT_SHIFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(2)
 #: Rows of a chunk's statistics, and of its ids.
@@ -46,14 +48,36 @@ def temperature_of(floats, integers, slot):
 
 
 @triton.jit
-def adjusted(x, ids, real, slot, floats, integers, words, biases, vocab, WORDS: tl.constexpr, BIASES: tl.constexpr):
-    """Logits x after penalties, bias and the mask of min_tokens; `real` where there is a token. Float32."""
+def adjusted(
+    x,
+    ids,
+    real,
+    slot,
+    row,
+    floats,
+    integers,
+    words,
+    biases,
+    queries,
+    places,
+    vocab,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """Logits x of a row after penalties, bias and the mask of min_tokens; `real` where there is a token. Float32.
+    The choice follows queries[row], and places[row] drafts in all, which are not counted among the words yet."""
     flags = integer(integers, slot, FLAGS)
     if WORDS:
-        early = integer(integers, slot, CHOSEN) < integer(integers, slot, MIN_TOKENS)
+        chosen = integer(integers, slot, CHOSEN)
+        if WORDS == DRAFT_WORDS:
+            chosen += tl.load(places + row)
+        early = chosen < integer(integers, slot, MIN_TOKENS)
         penalised = (flags & PENALTIES) != 0
         if early | penalised:
             word = tl.load(words + slot * vocab + ids, mask=real, other=0)
+            if WORDS == DRAFT_WORDS:
+                for back in range(tl.load(places + row).to(tl.int32)):
+                    word += tl.where(tl.load(queries + row - back).to(tl.int32) == ids, CHOSEN_ONCE, 0)
             count = word >> COUNT_SHIFT
             repetition = number(floats, slot, REPETITION).to(tl.float32)
             presence = number(floats, slot, PRESENCE).to(tl.float32)

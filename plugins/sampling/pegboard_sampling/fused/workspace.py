@@ -17,15 +17,18 @@ CHUNK_GROUPS = 32
 
 
 class Workspace:
-    """For N rows at a time. A graph that was recorded on a smaller one still writes to it, so it is kept."""
+    """For N rows at a time, `wide_rows` of which may have many candidates. A graph that was recorded on a smaller one
+    still writes to it, so it is kept."""
 
     @torch.inference_mode(False)
-    def __init__(self, rows: int, vocab_size: int, device: torch.device, before: Workspace | None = None) -> None:
+    def __init__(
+        self, rows: int, wide_rows: int, vocab_size: int, device: torch.device, before: Workspace | None = None
+    ) -> None:
         self.rows = rows
         self.before = before
         self.groups = -(-vocab_size // v.GROUP.value)
         self.chunks = -(-self.groups // CHUNK_GROUPS)
-        self._vocab_size = vocab_size
+        self._listed_shape = (wide_rows, 2, vocab_size)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty((rows, *shape), dtype=dtype, device=device)
@@ -44,8 +47,7 @@ class Workspace:
     @property
     @torch.inference_mode(False)
     def listed(self) -> Tensor:
-        """[N, 2, V] int64, made when a row first needs it."""
+        """[wide_rows, 2, V] int64, made when a row first needs it."""
         if self._listed is None:
-            shape = (self.rows, 2, self._vocab_size)
-            self._listed = torch.empty(shape, dtype=torch.int64, device=self.counts.device)
+            self._listed = torch.empty(self._listed_shape, dtype=torch.int64, device=self.counts.device)
         return self._listed

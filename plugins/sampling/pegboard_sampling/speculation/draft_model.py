@@ -13,12 +13,13 @@ from pegboard.contracts.model import ModelSpec
 from pegboard.contracts.sampler import SlotOpening
 from pegboard.contracts.speculator import DraftContext, Drafts, Speculator, SpeculatorNeed, SpeculatorSpec
 from pegboard.devices import torch_device
+from pegboard.dtypes import torch_dtype
 from pegboard.plan import AssemblyPlan
 from pegboard.registry.registry import Registry
 from pegboard.runner.companion import SPARE, Companion, companion_cache_bytes, plan_companion
 from pegboard.survey import Survey
 
-from .drawing import DraftDraws
+from .drawing import make_draws
 from .history import TokenHistory
 from .options import DraftModelOptions
 
@@ -43,7 +44,7 @@ class DraftModelSpeculator(Speculator):
         self._device = torch.device(self._companion.device)
         self._on_cpu = self._device.type == "cpu"
         self._history = TokenHistory(need.slots, need.max_length, self._device)
-        self._draws = DraftDraws(need.slots, options.candidates, need.wants_probs, self._device)
+        self._draws = make_draws(need, plan.device, torch_dtype(plan.dtype), options.candidates)
         self._valid = torch.zeros(need.slots, dtype=torch.int64, device=self._device)
         #: Entries behind the text that hold the last drafts.
         self._tail = torch.zeros(need.slots, dtype=torch.int64, device=self._device)

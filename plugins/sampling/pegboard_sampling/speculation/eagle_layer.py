@@ -5,7 +5,7 @@ Letters: R rows, w entries of each, E hidden size, H query heads, K KV heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -22,10 +22,17 @@ from pegboard.ops.torch_ops import rotate
 from .head_files import HeadFiles
 
 _LAYER, _EMBEDDING = "layers.0", "embed_tokens.weight"
+_QKV, _GATE_UP = f"{_LAYER}.self_attn.qkv_proj", f"{_LAYER}.mlp.gate_up_proj"
+#: Matrices that take the same input, by the name of both.
+_JOINED: Mapping[str, tuple[str, ...]] = {
+    _QKV: tuple(f"{_LAYER}.self_attn.{part}_proj" for part in "qkv"),
+    _GATE_UP: (f"{_LAYER}.mlp.gate_proj", f"{_LAYER}.mlp.up_proj"),
+}
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
 
-#: (q [R, w, H, D], k and v [R, w, K, D]) -> [R, w, H, D]: what is kept of k and v is the caller's matter.
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: qkv [R, w, H + 2 K, D], not turned yet (`EagleLayer.turned`) -> [R, w, H, D]: what is kept of keys and values is the
+#: caller's matter.
+Attend = Callable[[Tensor], Tensor]
 
 
 class EagleShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,46 +99,69 @@ def shapes(config: LlamaConfig, vocab_size: int, optional: set[str]) -> dict[str
 
 
 class EagleLayer:
-    """Weights by their names in the file; `embedding` [V, E] or None, where the target's is used."""
+    """Weights by their names in the file; those of matrices that take the same input may stand joined, as `_JOINED`
+    names them. `embedding` [V, E] or None, where the target's is used."""
 
     def __init__(self, config: LlamaConfig, raw: Mapping[str, Any], weights: Mapping[str, Tensor], length: int) -> None:
         """`length`: positions of the longest text."""
-        self.config, self.weights = config, weights
+        self.config, self._weights = config, weights
         matrix = weights["fc.weight"]
-        self._rope = make_rope(
+        self.rope = make_rope(
             raw, config.layout(raw).rotary_size, length, device=str(matrix.device), dtype=matrix.dtype
         )
 
     @classmethod
     def load(cls, files: HeadFiles, shape: EagleShape, dtype: torch.dtype, device: torch.device, length: int) -> Self:
         weights = {name: files.read(name, dtype, device).clone() for name in shape.tensors}
+        for joined, parts in _JOINED.items():
+            weight, bias = _join(weights, parts)
+            weights = {name: tensor for name, tensor in weights.items() if name.rpartition(".")[0] not in parts}
+            weights |= {f"{joined}.weight": weight} | ({} if bias is None else {f"{joined}.bias": bias})
         return cls(shape.config, shape.raw, weights, length)
 
     @property
     def embedding(self) -> Tensor | None:
-        return self.weights.get(_EMBEDDING)
+        return self._weights.get(_EMBEDDING)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """embedded and hidden [R, w, E]: a token, and the state that it was chosen from; positions [R, w], those of the
-        states -> [R, w, E]: what the target's state after that token is expected to be."""
-        x = self._linear(torch.cat((embedded, hidden), -1), "fc")
-        at, config = f"{_LAYER}.self_attn", self.config
-        q, k, v = (self._linear(x, f"{at}.{part}_proj").view(*x.shape[:2], -1, config.head_size) for part in "qkv")
-        flat = positions.flatten()
-        q, k = (rotate(part.flatten(0, 1), flat, self._rope).view(part.shape) for part in (q, k))
-        x = x + self._linear(attend(q, k, v).flatten(2), f"{at}.o_proj")
-        at = f"{_LAYER}.mlp"
-        y = self._norm(x)
-        gated = _ACTIVATIONS[config.activation](self._linear(y, f"{at}.gate_proj")) * self._linear(y, f"{at}.up_proj")
-        return x + self._linear(gated, f"{at}.down_proj")
+    def forward(self, embedded: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """embedded and hidden [R, w, E]: a token, and the state that it was chosen from -> [R, w, E]: what the target's
+        state after that token is expected to be."""
+        rows, width, size = hidden.shape
+        config = self.config
+        x = self._linear(torch.cat((embedded, hidden), -1).flatten(0, 1), "fc")
+        mixed = attend(self._linear(x, _QKV).view(rows, width, -1, config.head_size))
+        x = self._added(x, mixed.view(rows * width, -1), f"{_LAYER}.self_attn.o_proj")
+        norm = self._weights[f"{_LAYER}.post_attention_layernorm.weight"]
+        y = functional.rms_norm(x, (size,), norm, config.rms_norm_eps)
+        gate, up = self._linear(y, _GATE_UP).chunk(2, -1)
+        return self._added(x, _ACTIVATIONS[config.activation](gate) * up, f"{_LAYER}.mlp.down_proj").view(hidden.shape)
+
+    def turned(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [R, w, H, D], k and v [R, w, K, D] of qkv, queries and keys turned by positions [R, w]."""
+        shared = self.config.kv_heads
+        heads, flat = qkv.shape[2] - shared, positions.flatten()
+        both = rotate(qkv[:, :, :heads].flatten(0, 1), flat, self.rope).view(*qkv.shape[:2], heads, -1)
+        return both[:, :, : heads - shared], both[:, :, heads - shared :], qkv[:, :, heads:]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        weight, bias = self._weights.get(f"{name}.weight"), self._weights.get(f"{name}.bias")
+        if weight is None:  # while it is trained
+            weight, bias = _join(self._weights, _JOINED[name])
+        return functional.linear(x, weight, bias)
 
-    def _norm(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return scaled.to(x.dtype) * self.weights[f"{_LAYER}.post_attention_layernorm.weight"]
+    def _added(self, x: Tensor, y: Tensor, name: str) -> Tensor:
+        """x and what the matrix makes of y."""
+        return torch.addmm(x, y, self._weights[f"{name}.weight"].T)
+
+
+def _join(weights: Mapping[str, Tensor], parts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of matrices that take the same input; a part without a bias adds nothing."""
+    matrices = [weights[f"{part}.weight"] for part in parts]
+    biases = [weights.get(f"{part}.bias") for part in parts]
+    if all(bias is None for bias in biases):
+        return torch.cat(matrices), None
+    pairs = zip(biases, matrices, strict=True)
+    return torch.cat(matrices), torch.cat([m.new_zeros(len(m)) if bias is None else bias for bias, m in pairs])
 
 
 def attend_where(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

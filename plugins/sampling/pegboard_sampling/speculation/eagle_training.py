@@ -85,7 +85,8 @@ class EagleTrainer(HeadTrainer):
         seen = torch.ones(count, count, dtype=torch.bool, device=hidden.device).tril()
         positions = torch.arange(count, device=hidden.device)[None]
         embedded = self._embedding[text.ids[None, 1:-1]]
-        return self._layer.forward(embedded, hidden, positions, lambda q, k, v: attend_where(q, k, v, seen))[0]
+        layer = self._layer
+        return layer.forward(embedded, hidden, lambda qkv: attend_where(*layer.turned(qkv, positions), seen))[0]
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._weights

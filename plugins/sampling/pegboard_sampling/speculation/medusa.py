@@ -23,8 +23,10 @@ from pegboard.contracts.speculator import (
 from pegboard.devices import torch_device
 from pegboard.hub import resolve_model
 
-from .drawing import DraftDraws
+from .choice_tree import ChoiceTree
+from .drawing import TorchDraws, make_draws
 from .head_files import HeadFiles
+from .last_states import LastStates
 from .medusa_heads import MedusaFile, MedusaHeads
 from .medusa_training import MedusaTrainer
 from .options import MedusaOptions
@@ -35,18 +37,16 @@ class MedusaSpeculator(Speculator):
     between. All heads run at once: blocks as one batched product, the target's head over all their states.
 
     Greedy requests get each head's first choice, others what the noise of that position chooses among its `candidates`
-    most probable tokens."""
+    most probable tokens. A tree has several choices of a head, the best under that noise."""
 
     capturable = True
 
     def __init__(self, need: SpeculatorNeed, options: MedusaOptions) -> None:
-        self._path, self._target_spec = resolve_model(options.model), need.target
-        self._drafts, _ = _read(need, options)
+        self._path = resolve_model(options.model)
+        self._heads_used, _ = _read(need, options)
         self._device = torch.device(torch_device(need.device))
-        self._draws = DraftDraws(need.slots, options.candidates, need.wants_probs, self._device)
-        self._slots = need.slots
-        #: Whether a slot's state is that of its own text.
-        self._known = torch.zeros(need.slots, dtype=torch.bool, device=self._device)
+        self._need, self._candidates = need, options.candidates
+        self._tree = None if options.choices is None else ChoiceTree(options.choices, self._device)
 
     @classmethod
     def refusals(cls, need: SpeculatorNeed, options: MedusaOptions) -> Sequence[str]:
@@ -58,8 +58,10 @@ class MedusaSpeculator(Speculator):
 
     @classmethod
     def describe(cls, need: SpeculatorNeed, options: MedusaOptions) -> SpeculatorSpec:
-        drafts, stored = _read(need, options)
-        return SpeculatorSpec(drafts=drafts, hidden="kept", weight_bytes=stored)
+        heads, stored = _read(need, options)
+        if options.choices is None:
+            return SpeculatorSpec(drafts=heads, hidden="kept", weight_bytes=stored)
+        return SpeculatorSpec(drafts=len(options.choices), depth=heads, hidden="kept", weight_bytes=stored)
 
     @classmethod
     def create(cls, need: SpeculatorNeed, options: Any) -> Self:
@@ -70,45 +72,61 @@ class MedusaSpeculator(Speculator):
         return MedusaTrainer(training)
 
     def attach(self, target: DraftTarget) -> None:
+        need = self._need
         self._target = target
-        self._heads = MedusaHeads.load(self._path, self._target_spec, self._drafts, target.dtype, self._device)
-        #: [slots, E]: what each slot's last token was chosen from.
-        self._last = torch.zeros(self._slots, self._target_spec.hidden_size, dtype=target.dtype, device=self._device)
+        self._ranks = None if self._tree is None else TorchDraws(need.slots, self._candidates, False, self._device)
+        self._draws = self._ranks or make_draws(need, need.device, target.dtype, self._candidates)
+        self._heads = MedusaHeads.load(self._path, need.target, self._heads_used, target.dtype, self._device)
+        #: What each slot's last token was chosen from.
+        self._last = LastStates(need.slots, need.target.hidden_size, target.dtype, self._device)
 
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._draws.open(openings)
-        for opening in openings:
-            self._known[opening.slot] = False
+        self._last.open(openings)
 
     def propose(self, context: DraftContext) -> Drafts:
-        slots, count = context.slots, min(context.drafts, self._drafts)
-        rows = slots.shape[0]
-        states = self._heads.states(self._last[slots], count)
+        slots, rows = context.slots, context.slots.shape[0]
+        if self._tree is not None and self._ranks is not None:
+            drafts = min(context.drafts, len(self._tree))
+            heads, choices = self._tree.asks(drafts)
+            logits, positions = self._asked(context, heads)
+            best = self._ranks.best(logits, slots.repeat(heads), positions, choices).view(heads, rows, choices)
+            found = self._last.without_unknown(slots, self._tree.ids(best, drafts))
+            return Drafts(ids=found, parents=self._tree.parents[:drafts].expand_as(found))
+        count = min(context.drafts, self._heads_used)
+        logits, positions = self._asked(context, count)
+        ids, probs = self._draws.choose(logits, slots.repeat(count), positions)
+        found = self._last.without_unknown(slots, ids.view(count, rows).t())
+        return Drafts(ids=found, probs=None if probs is None else probs.view(count, rows, -1).transpose(0, 1))
+
+    def _asked(self, context: DraftContext, count: int) -> tuple[Tensor, Tensor]:
+        """Logits [count * R, V] of the first heads, and the positions that they are of."""
+        slots = context.slots
+        states = self._heads.states(self._last.of(slots), count)
         if self._heads.outputs is None:
             logits = self._target.head(states.flatten(0, 1))
         else:
             logits = torch.bmm(states, self._heads.outputs[:count].mT).flatten(0, 1)
         ahead = torch.arange(1, count + 1, device=slots.device)
-        positions = (context.positions + ahead[:, None]).flatten()
-        ids, probs = self._draws.choose(logits, slots.repeat(count), positions)
-        found = ids.view(count, rows).t().masked_fill(~self._known[slots][:, None], -1)
-        return Drafts(ids=found, probs=None if probs is None else probs.view(count, rows, -1).transpose(0, 1))
+        return logits, (context.positions + ahead[:, None]).flatten()
 
     def observe(self, slots: Tensor, ids: Tensor, count: Tensor) -> None:
         """All that it must know comes with the states."""
 
     def observe_hidden(self, slots: Tensor, ids: Tensor, count: Tensor, hidden: Tensor) -> None:
-        kept = count > 0
-        last = hidden[torch.arange(slots.shape[0], device=slots.device), (count - 1).clamp(min=0)]
-        self._last.index_copy_(0, slots, torch.where(kept[:, None], last, self._last[slots]))
-        self._known.index_copy_(0, slots, kept | self._known[slots])
+        self._last.keep(slots, hidden, count)
 
 
 def _read(need: SpeculatorNeed, options: MedusaOptions) -> tuple[int, int]:
-    """Drafts a row at most, and the bytes of the heads that give them. CheckpointError: the file does not fit."""
+    """How many heads are asked, and their bytes. CheckpointError: the file does not fit."""
     path = resolve_model(options.model)
     with HeadFiles(path) as files:
         found = MedusaFile.read(files, need.target)
+    if options.choices is not None:
+        drafts = max(len(path) for path in options.choices)
+        if drafts > found.heads:
+            raise CheckpointError(f"{path} has {found.heads} heads, choices has a path of {drafts}")
+        return drafts, found.nbytes(drafts)
     drafts = options.drafts or found.heads
     if drafts > found.heads:
         raise CheckpointError(f"{path} has {found.heads} heads, drafts = {drafts} needs one each")

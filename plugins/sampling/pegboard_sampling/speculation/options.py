@@ -51,8 +51,27 @@ class MedusaOptions(BaseModel):
     model: str = Field(min_length=1)
     #: Drafts a row at most, one of each head; None: all heads.
     drafts: int | None = Field(default=None, ge=1, le=62)
+    #: In place of a chain a tree, by its paths (`medusa_choices` as published): [0, 2] is the third choice of the
+    #: second head behind the first choice of the first. With each path all that it begins with.
+    choices: tuple[tuple[int, ...], ...] | None = Field(default=None, min_length=1, max_length=62)
     #: Most probable tokens that a draft may be.
     candidates: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _whole_paths(self) -> Self:
+        if self.choices is None:
+            return self
+        if self.drafts is not None:
+            raise ValueError("choices and drafts exclude each other: a tree has as many drafts as paths")
+        known = {(), *self.choices}
+        if len(known) <= len(self.choices):
+            raise ValueError("choices has a path twice, or an empty one")
+        for path in self.choices:
+            if path[:-1] not in known:
+                raise ValueError(f"choices has {list(path)}, but not {list(path[:-1])} that it begins with")
+            if not 0 <= path[-1] < self.candidates:
+                raise ValueError(f"choices has {list(path)}: numbers are 0 to candidates - 1, {self.candidates - 1}")
+        return self
 
 
 class EagleOptions(BaseModel):

@@ -22,7 +22,14 @@ def _scale_of(step, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _rounded(w, steps, tile, NP, n, PARTS: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr):
+def _offset_of(step, SCALE: tl.constexpr):
+    return (step >> 16).to(tl.int16).to(SCALE, bitcast=True)
+
+
+@triton.jit
+def _rounded(
+    w, steps, tile, NP, n, PARTS: tl.constexpr, SCALE: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """Weights of several groups [BN, 128], rounded to the dtype of codes. A product for each group, as else, would
     need parts of w, and those come out wrong where Hopper's `wgmma` takes W from registers (triton 3.6)."""
     k = tl.arange(0, 128)
@@ -30,6 +37,9 @@ def _rounded(w, steps, tile, NP, n, PARTS: tl.constexpr, SCALE: tl.constexpr, AS
     for part in tl.static_range(1, PARTS):
         other = _load_steps(steps, tile, NP, n, 1, PARTS, part)[:, None]
         step = tl.where(k[None, :] >= part * (128 // PARTS), other, step)
+    if SHIFTED:
+        codes = less_zero(w, step * 0, ASM).to(tl.float32)
+        return (codes * _scale_of(step, SCALE).to(tl.float32) + _offset_of(step, SCALE).to(tl.float32)).to(w.dtype)
     return times_scale(less_zero(w, step >> 16, ASM), _scale_of(step, SCALE), ASM)
 
 
@@ -95,7 +105,7 @@ def _finish(
 def multiply_rows(
     words, steps, x, bias, out, partial, counters, M, N, K, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    SHIFTED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
@@ -127,7 +137,7 @@ def multiply_rows(
             product = tl.dot(less_zero(w, step >> 16, ASM), xs, input_precision="ieee")
             total += product * _scale_of(step, SCALE).to(tl.float32)[:, None]
         else:
-            rounded = _rounded(w, steps, first + i, NP, n, PARTS, SCALE, ASM)
+            rounded = _rounded(w, steps, first + i, NP, n, PARTS, SCALE, SHIFTED, ASM)
             total += tl.dot(rounded, xs, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -137,7 +147,8 @@ def multiply_rows(
 @triton.jit
 def dequantise_tiles(
     words, steps, dense, N, K, NP, TILES, GROUP_TILES,
-    BN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight [N, K] in the dtype of activations, rounded once. A program makes BN rows of a tile."""
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -147,10 +158,13 @@ def dequantise_tiles(
     group = (tile * PARTS + k // (128 // PARTS)) if PARTS > 1 else tile // GROUP_TILES + k * 0
     step = tl.load(steps + group[None, :] * NP + n[:, None])
     scale = (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-    w = less_zero(unpack_words(packed, dense.dtype.element_ty, BN, ASM), step >> 16, ASM)
+    zero = step * 0 if SHIFTED else step >> 16
+    w = less_zero(unpack_words(packed, dense.dtype.element_ty, BN, ASM), zero, ASM).to(tl.float32) * scale
+    if SHIFTED:
+        w += _offset_of(step, SCALE).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     column = tile * 128 + k
     dense_at = dense + n[:, None].to(tl.int64) * K + column[None, :]
     mask = (n[:, None] < N) & (column[None, :] < K)
-    tl.store(dense_at, (w.to(tl.float32) * scale).to(dense.dtype.element_ty), mask=mask)
+    tl.store(dense_at, w.to(dense.dtype.element_ty), mask=mask)

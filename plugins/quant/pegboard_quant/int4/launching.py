@@ -98,8 +98,9 @@ class Int4Launcher:
         multiply_rows[(blocks, split, row_blocks)](
             weight.words, weight.steps, TensorDescriptor(x, shape, strides, box) if copied else x, bias, out, partial,
             weight.counters, rows, outputs, inputs, padded, out.stride(0), tiles, each, group_tiles,
-            BN=cut.block_n, BM=cut.block_m, PARTS=max(1, TILE // weight.group), SPLIT=split, DTYPE=_TYPES[x.dtype],
-            EVEN=inputs % TILE == 0, ASM=not self.interpreted, COPIED=copied, STAGES=cut.stages, num_warps=4, **common,
+            BN=cut.block_n, BM=cut.block_m, PARTS=max(1, TILE // weight.group), SPLIT=split, SHIFTED=weight.shifted,
+            DTYPE=_TYPES[x.dtype], EVEN=inputs % TILE == 0, ASM=not self.interpreted, COPIED=copied,
+            STAGES=cut.stages, num_warps=4, **common,
         )  # fmt: skip
 
     def dequantise(self, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
@@ -109,7 +110,7 @@ class Int4Launcher:
         tiles, padded = weight.words.shape[1], weight.steps.shape[1]
         dequantise_tiles[(triton.cdiv(rows, 64), tiles)](
             weight.words, weight.steps, dense, rows, columns, padded, tiles, max(1, weight.group // TILE),
-            BN=64, PARTS=max(1, TILE // weight.group), SCALE=_TYPES[weight.scale_dtype],
+            BN=64, PARTS=max(1, TILE // weight.group), SCALE=_TYPES[weight.scale_dtype], SHIFTED=weight.shifted,
             ASM=not self.interpreted, PDL=self.pdl, num_warps=4, **self._options,
         )  # fmt: skip
         return dense

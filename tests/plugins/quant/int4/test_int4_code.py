@@ -16,7 +16,7 @@ from pegboard_quant.int4.layout import LEAST_ROWS, TILE, TiledWeight, groups_of
 CAPABILITIES = [90, pytest.param(80, marks=pytest.mark.full)]
 
 
-def tiled(outputs: int, inputs: int, group: int) -> TiledWeight:
+def tiled(outputs: int, inputs: int, group: int, shifted: bool = False) -> TiledWeight:
     row_tiles, tiles = -(-outputs // TILE), -(-inputs // TILE)
     return TiledWeight(
         shape=(outputs, inputs),
@@ -25,18 +25,25 @@ def tiled(outputs: int, inputs: int, group: int) -> TiledWeight:
         words=torch.empty(row_tiles, tiles, TILE * TILE // 8, dtype=torch.int32),
         steps=torch.empty(groups_of(inputs, group)[1], row_tiles * TILE, dtype=torch.int32),
         counters=torch.zeros(row_tiles * TILE // LEAST_ROWS, dtype=torch.int32),
+        shifted=shifted,
     )
 
 
 def products(
-    made: Any, capability: int, rows: int, group: int, dtype: torch.dtype, cut: Cut | HeldCut | None = None
+    made: Any,
+    capability: int,
+    rows: int,
+    group: int,
+    dtype: torch.dtype,
+    cut: Cut | HeldCut | None = None,
+    shifted: bool = False,
 ) -> None:
     outputs, inputs = 6144, 4096
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
     launcher = Int4Launcher(divmod(capability, 10))
     cut = cut or launcher.cut_of(rows, outputs, inputs, group)
     assert cut is not None
-    launcher.multiply_as(x, tiled(outputs, inputs, group), None, out, cut)
+    launcher.multiply_as(x, tiled(outputs, inputs, group, shifted), None, out, cut)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
@@ -56,6 +63,18 @@ def test_codes_go_from_registers_into_the_product(
         assert found.instructions["HGMMA" if capability == 90 else "HMMA"] > 0
         assert capability < 90 or not overwritten(found.code)
     assert all((found.instructions["ACQBULK"] > 0) == (capability == 90) for found in made), "dependent launch"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_offsets_spill_nothing(compile_for: Callable[..., Any], capability: int) -> None:
+    with compile_for(capability) as made:
+        for rows in (1, 16, 64):
+            products(made, capability, rows, 32, torch.bfloat16, shifted=True)
+    for found in made:
+        assert found.kernel == "multiply_rows"
+        assert found.stack == 0
+        assert found.instructions["HGMMA" if capability == 90 else "HMMA"] > 0
+        assert capability < 90 or not overwritten(found.code)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])

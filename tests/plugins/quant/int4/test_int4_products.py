@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from pegboard_quant.int4.layout import tile, tiled_bytes, untile
-from pegboard_quant.packed.codes import pack
+from pegboard_quant.packed.codes import pack, unpack
 from pegboard_quant.packed.weight import PackedWeight, dense
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -44,6 +45,14 @@ def weight_of(
         else None,
         order=torch.randperm(columns, generator=generator).int().to(DEVICE) if order else None,
     )
+
+
+def shifted_weight(rows: int, columns: int, group: int) -> PackedWeight:
+    """scale * code + offset"""
+    weight = weight_of(rows, columns, group, zeros=False)
+    generator = torch.Generator().manual_seed(rows)
+    offsets = torch.randn(weight.scales.shape, generator=generator).to(torch.float16) * 0.1
+    return replace(weight, offsets=offsets.to(DEVICE))
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -84,6 +93,29 @@ def test_tiling_loses_nothing(rows: int, columns: int, group: int, zeros: bool) 
     assert torch.equal(back.scales, weight.scales)
     assert torch.equal(dense(back, torch.float64), dense(weight, torch.float64))
     assert tiled.nbytes == tiled_bytes(rows, columns, group, ordered=zeros)
+
+
+def test_tiling_keeps_offsets() -> None:
+    weight = shifted_weight(72, 192, 32)
+    back = untile(tile(weight))
+    assert back.offsets is not None
+    assert back.zeros is None
+    assert torch.equal(back.offsets, weight.offsets)
+    assert torch.equal(back.codes, weight.codes)
+    codes = unpack(weight.codes, 4, 192).double()
+    steps = [part.double().repeat_interleave(32, 1) for part in (weight.scales, weight.offsets)]
+    assert torch.equal(dense(back, torch.float64), codes * steps[0] + steps[1])
+
+
+@RUNS
+@pytest.mark.parametrize("rows", [1, 5, 40, 300])
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_products_with_offsets(rows: int, group: int, dtype: torch.dtype) -> None:
+    weight = shifted_weight(200, 192, group)
+    assert_right(weight, rows, dtype, bias=rows == 5)
+    right = dense(weight, torch.float32).to(dtype)
+    assert torch.equal(launcher().dequantise(tile(weight), dtype), right)
 
 
 @RUNS

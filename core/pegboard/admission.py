@@ -100,11 +100,14 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
                 parent=f"{serial}/0" if index else None,
                 needs_host_token=self.needs_host_token
                 or any(self.processors[name].needs_host_token for name in sampling.processors),
-                # A processor masks one token at a time, beams are chosen one by one
-                max_drafts=0 if sampling.processors or sampling.num_beams > 1 else self.max_drafts,
+                max_drafts=self.max_drafts if self._drafts_for(sampling) else 0,
             )
             for index in range(count)
         ]
+
+    def _drafts_for(self, sampling: SamplingParams) -> bool:
+        """Not where a processor serves one token at a time, and beams are chosen one by one."""
+        return sampling.num_beams == 1 and all(self.processors[name].takes_drafts for name in sampling.processors)
 
     def _check_processors(self, sampling: SamplingParams) -> None:
         for name, values in sampling.processors.items():

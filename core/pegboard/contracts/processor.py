@@ -72,6 +72,8 @@ class LogitsProcessor(ABC):
     arguments: ClassVar[type[BaseModel] | None] = None
     #: It follows the text: `accept` tells each token before the next is chosen, so requests with it never run ahead.
     needs_host_token: ClassVar[bool] = False
+    #: `process` serves rows with drafts (`ProcessRows.drafts`); requests that ask for one that doesn't have none.
+    takes_drafts: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from msgspec.structs import replace
@@ -30,6 +30,8 @@ class Drafting:
         #: Distributions of this step's drafts [R, k, V], and which of its rows each slot's are.
         self._probs: Tensor | None = None
         self._places: dict[int, int] = {}
+        #: This step's drafts by sequence, where the host sees them.
+        self.seen: Mapping[str, tuple[int, ...]] = {}
 
     @property
     def inside(self) -> bool:
@@ -39,8 +41,11 @@ class Drafting:
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._speculator.open(openings)
 
-    def settle(self, rows: Sequence[RowPlan]) -> Sequence[RowPlan]:
-        """The rows as they will run."""
+    def settle(self, rows: Sequence[RowPlan], watched: Collection[int]) -> Sequence[RowPlan]:
+        """The rows as they will run. The host must see the drafts of rows in `watched` slots, one behind another."""
+        self.seen = {}
+        if watched and (self.ahead or self._state.trees is not None):
+            rows = [_narrowed(row, 0) if row.slot in watched else row for row in rows]
         if self._limits is not None and any(row.drafts for row in rows):
             allowed = self._limits.next()
             rows = [_narrowed(row, min(row.drafts, allowed)) for row in rows]
@@ -62,6 +67,9 @@ class Drafting:
             return rows
         found = (ids >= 0).int().cumprod(1).sum(1).tolist()
         counts = {row.id: min(row.drafts, count) for row, count in zip(drafting, found, strict=True)}
+        if any(row.slot in watched for row in drafting):
+            listed = zip(drafting, ids.tolist(), strict=True)
+            self.seen = {row.id: tuple(own[: counts[row.id]]) for row, own in listed if row.slot in watched}
         return [_narrowed(row, counts[row.id]) if row.drafts else row for row in rows]
 
     def propose(self, slots: Tensor, last_ids: Tensor, positions: Tensor, drafts: int) -> Tensor:

@@ -157,7 +157,7 @@ class ModelRunner:
             if drafting is not None:
                 drafting.open(openings)
             self._processing.open(openings)
-        rows = plan.rows if drafting is None else drafting.settle(plan.rows)
+        rows = plan.rows if drafting is None else drafting.settle(plan.rows, self._processing.slots)
         measured = None if self._drafts is None else self._drafts.begin(rows, begin)
         ready = self._preparing.look_at(rows, plan.reach)
         shape, padded = self._shape(ready.exact)
@@ -168,7 +168,8 @@ class ModelRunner:
         spent += self._stepping.prepared
         if measured is not None and self._state.device.type == "cpu":
             measured.launched()
-        return Ticket(plan, ready.sampled, chosen, scores, spent, measured, failed)
+        told = self._processing.follow if self._processing.wanted(ready.sampled) else None
+        return Ticket(plan, ready.sampled, chosen, scores, spent, measured, failed, told)
 
     def _shape(self, exact: StepShape) -> tuple[StepShape, bool]:
         """And whether it is a padded one."""
@@ -208,7 +209,10 @@ class ModelRunner:
                     ready.rows, first_tokens(ready.rows, ready.decode_rows, shape), computed.states
                 )
             queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in ready.sampled)
-            processed = self._processing.apply(computed.logits, ready.sampled, queries) if processes else None
+            processed = None
+            if processes:
+                seen = {} if stepping.drafting is None else stepping.drafting.seen
+                processed = self._processing.apply(computed.logits, ready.sampled, queries, seen)
             if shape.drafts:
                 chosen = stepping.verify(computed, host_slots, queries)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -29,14 +29,30 @@ class _Slot:
         #: Tokens of its text that processors know of.
         self.known = len(opening.prompt) + len(opening.output)
         self.scores_raw = opening.sampling.logprobs is not None and opening.sampling.logprobs_mode == "raw"
+        #: Whose rows it had last, and in which life.
+        self.owner: tuple[str, int] | None = None
         #: Why it can't go on.
         self.failure: str | None = None
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """A row that asks for processors, where its logits begin, and the drafts that more of them follow."""
+
+    row: RowPlan
+    place: int
+    drafts: tuple[int, ...]
+
+    @property
+    def places(self) -> range:
+        return range(self.place, self.place + 1 + len(self.drafts))
+
+
 class RawLogits(msgspec.Struct, frozen=True):
-    """Logits [M, V] as the model gave them, and which of the step's rows they are of [M]."""
+    """Logits [M, V] as the model gave them, which of the step's rows they are of [M], and after how many of its drafts
+    [M]."""
 
     rows: Tensor
+    drafts: Tensor
     logits: Tensor
 
 
@@ -81,31 +97,54 @@ class Processing:
                 slot.failure = _failure(name, error)
         return slot
 
+    @property
+    def slots(self) -> Collection[int]:
+        """Whose requests ask for a processor."""
+        return self._slots
+
     def wanted(self, rows: Sequence[RowPlan]) -> bool:
         """By one of the rows."""
         return bool(self._slots) and any(row.slot in self._slots for row in rows)
 
-    def apply(self, logits: Tensor | None, rows: Sequence[RowPlan], queries: Sequence[int]) -> Processed:
-        """Change logits [S, V] of the rows that choose, `rows`, in place, the first of each row's `queries` logits: who
-        asks for a processor has no drafts. There may be more logits, of idle rows."""
+    def apply(
+        self,
+        logits: Tensor | None,
+        rows: Sequence[RowPlan],
+        queries: Sequence[int],
+        drafts: Mapping[str, tuple[int, ...]],
+    ) -> Processed:
+        """Change logits [S, V] of the rows that choose, `rows`, in place: the first of each row's `queries` logits, and
+        those after each of its `drafts`. There may be more logits, of idle rows."""
         if logits is None:
             raise PegboardError("rows that choose have logits")
         places = [end - count for end, count in zip(accumulate(queries), queries, strict=True)]
-        mine = {place: row for place, row in zip(places, rows, strict=True) if row.slot in self._slots}
-        raw = [place for place, row in mine.items() if self._slots[row.slot].scores_raw]
-        kept = None
-        if raw:
-            order = {row.id: index for index, row in enumerate(rows)}
-            at = self._upload([order[mine[place].id] for place in raw], torch.int64)
-            kept = RawLogits(at, logits.index_select(0, self._upload(raw, torch.int64)))
-        for row in mine.values():
-            self._accept(self._slots[row.slot], row)
+        mine = [
+            Asked(row, place, drafts.get(row.id, ()))
+            for place, row in zip(places, rows, strict=True)
+            if row.slot in self._slots
+        ]
+        raw = [one for one in mine if self._slots[one.row.slot].scores_raw]
+        kept = self._keep(logits, rows, raw) if raw else None
+        for one in mine:
+            self._accept(self._slots[one.row.slot], one.row)
         for name, processor in self._processors.items():
-            wanting = {place: row for place, row in mine.items() if self._wants(row, name)}
+            wanting = [one for one in mine if self._wants(one.row, name)]
             if wanting:
                 self._process(name, processor, logits, wanting)
-        failures = {row.id: self._slots[row.slot].failure for row in mine.values()}
+        failures = {one.row.id: self._slots[one.row.slot].failure for one in mine}
         return Processed({id: failure for id, failure in failures.items() if failure is not None}, kept)
+
+    def _keep(self, logits: Tensor, rows: Sequence[RowPlan], raw: Sequence[Asked]) -> RawLogits:
+        order = {row.id: index for index, row in enumerate(rows)}
+        facts = [(order[one.row.id], after, place) for one in raw for after, place in enumerate(one.places)]
+        index, after, places = (self._upload(list(part), torch.int64) for part in zip(*facts, strict=True))
+        return RawLogits(index, after, logits.index_select(0, places))
+
+    def follow(self, row: RowPlan, tokens: Sequence[int]) -> None:
+        """What a row has chosen, for good: known before the sequence's next row, if processors need it."""
+        slot = self._slots.get(row.slot)
+        if slot is not None and slot.owner == (row.id, row.epoch) and min(tokens, default=-1) >= 0:
+            self._tell(slot, row.slot, tokens)
 
     def _wants(self, row: RowPlan, name: str) -> bool:
         slot = self._slots[row.slot]
@@ -113,41 +152,48 @@ class Processing:
 
     def _accept(self, slot: _Slot, row: RowPlan) -> None:
         """Tell the tokens that the row brings and the slot's processors don't know of yet."""
-        names = [name for name in slot.names if name in self._processors and self._processors[name].needs_host_token]
-        if not names or slot.failure is not None:
+        slot.owner = row.id, row.epoch
+        if not row.tokens or not self._followers(slot):
             return
-        end = row.start + len(row.tokens)
-        new, slot.known = end - slot.known, max(end, slot.known)
+        new = row.start + len(row.tokens) - slot.known
         if new > len(row.tokens):
             slot.failure = f"{new} tokens are new to its logits processors, and the step tells {len(row.tokens)}"
         elif new > 0:
-            for name in names:
+            self._tell(slot, row.slot, row.tokens[-new:])
+
+    def _followers(self, slot: _Slot) -> list[str]:
+        """Its processors that follow the text."""
+        return [name for name in slot.names if name in self._processors and self._processors[name].needs_host_token]
+
+    def _tell(self, slot: _Slot, place: int, tokens: Sequence[int]) -> None:
+        slot.known += len(tokens)
+        for name in self._followers(slot):
+            if slot.failure is None:
                 try:
-                    self._processors[name].accept(row.slot, row.tokens[-new:])
+                    self._processors[name].accept(place, tuple(tokens))
                 except Exception as error:
                     slot.failure = _failure(name, error)
 
-    def _process(self, name: str, processor: LogitsProcessor, logits: Tensor, rows: Mapping[int, RowPlan]) -> None:
-        """`rows` by the place of their logits. All at once; row by row when that raises. On a copy, so that there is
-        something to begin again with."""
+    def _process(self, name: str, processor: LogitsProcessor, logits: Tensor, asked: Sequence[Asked]) -> None:
+        """All at once; row by row when that raises. On a copy, so that there is something to begin again with."""
         try:
-            self._run(processor, logits, rows)
+            self._run(processor, logits, asked)
             return
         except Exception as error:
-            if len(rows) == 1:
-                [row] = rows.values()
-                self._slots[row.slot].failure = _failure(name, error)
+            if len(asked) == 1:
+                self._slots[asked[0].row.slot].failure = _failure(name, error)
                 return
-        for place, row in rows.items():
+        for one in asked:
             try:
-                self._run(processor, logits, {place: row})
+                self._run(processor, logits, [one])
             except Exception as error:
-                self._slots[row.slot].failure = _failure(name, error)
+                self._slots[one.row.slot].failure = _failure(name, error)
 
-    def _run(self, processor: LogitsProcessor, logits: Tensor, rows: Mapping[int, RowPlan]) -> None:
-        places = self._upload(list(rows), torch.int64)
+    def _run(self, processor: LogitsProcessor, logits: Tensor, asked: Sequence[Asked]) -> None:
+        places = self._upload([place for one in asked for place in one.places], torch.int64)
         own = logits.index_select(0, places)
-        processor.process(own, ProcessRows(slots=tuple(row.slot for row in rows.values())))
+        drafts = tuple(one.drafts for one in asked) if any(one.drafts for one in asked) else ()
+        processor.process(own, ProcessRows(slots=tuple(one.row.slot for one in asked), drafts=drafts))
         logits.index_copy_(0, places, own)
 
 
@@ -156,18 +202,14 @@ def rescore(processed: Processed, chosen: Chosen, sampler: Sampler) -> LogprobTe
     raw, found, ids = processed.raw, chosen.logprobs, chosen.ids
     if found is None or raw is None or ids is None:
         return found
-    # With drafts beside them each row has several tokens, and these rows their first alone
-    first = raw.rows if ids.dim() == 1 else (raw.rows, torch.zeros_like(raw.rows))
-    scored = sampler.score(raw.logits, ids[first], found.top_ids.shape[-1])
+    # With drafts in the step each row has several tokens; what stands beyond the kept ones is read by nobody
+    index = (raw.rows,) if ids.dim() == 1 else (raw.rows, raw.drafts)
+    scored = sampler.score(raw.logits, ids[index].clamp(min=0), found.top_ids.shape[-1])
     return LogprobTensors(
-        chosen=found.chosen.index_put(_index(first), scored.chosen.to(found.chosen.dtype)),
-        top_ids=found.top_ids.index_put(_index(first), scored.top_ids),
-        top_values=found.top_values.index_put(_index(first), scored.top_values.to(found.top_values.dtype)),
+        chosen=found.chosen.index_put(index, scored.chosen.to(found.chosen.dtype)),
+        top_ids=found.top_ids.index_put(index, scored.top_ids),
+        top_values=found.top_values.index_put(index, scored.top_values.to(found.top_values.dtype)),
     )
-
-
-def _index(first: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return first if isinstance(first, tuple) else (first,)
 
 
 def _failure(name: str, error: Exception) -> str:

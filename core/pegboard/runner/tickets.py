@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
 
@@ -60,11 +60,12 @@ class Ticket:
         host_seconds: float,
         measured: MeasuredStep | None = None,
         failed: Mapping[str, str] = MappingProxyType({}),
+        told: Callable[[RowPlan, Sequence[int]], None] | None = None,
     ) -> None:
         """`chosen` may have more entries, of idle rows. `host_seconds`: spent on building the batch. `measured`: of an
-        engine with a speculator. `failed`: sequence -> why its row fails."""
+        engine with a speculator. `failed`: sequence -> why its row fails. `told` what each row has chosen."""
         self.plan = plan
-        self._failed = failed
+        self._failed, self._told = failed, told
         self._host_seconds = host_seconds
         self._sampled, self._measured = sampled, measured
         self._scored = [row for row, _ in scores]
@@ -85,6 +86,9 @@ class Ticket:
             return StepResult(step=self.plan.id, rows=plain, host_seconds=self._host_seconds + perf_counter() - begin)
         chosen, drafted = self._chosen()
         tokens = {row.id: found for row, found in zip(self._sampled, chosen, strict=True)}
+        if self._told is not None:
+            for row, found in zip(self._sampled, chosen, strict=True):
+                self._told(row, found)
         logprobs = self._found_logprobs(chosen)
         prompts = {}
         for row, copy in zip(self._scored, self._scores, strict=True):
@@ -105,7 +109,7 @@ class Ticket:
     def _plain_rows(self) -> tuple[RowResult, ...] | None:
         """Of most steps: every row has chosen one token, and nothing else is wanted. None: it is no such step."""
         rows = self.plan.rows
-        if self._measured is not None or self._failed or self._scored or self._logprobs.wait():
+        if self._measured or self._failed or self._told or self._scored or self._logprobs.wait():
             return None
         if len(self._sampled) != len(rows):
             return None

@@ -77,7 +77,7 @@ def test_it_installs_and_passes_in_a_fresh_environment(tmp_path: Path) -> None:
     run(*pip[:3], "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT), cwd=tmp_path, timeout=1200)
     run(*pip, str(next(tmp_path.glob("pegboard-*.whl"))), "pytest", "hypothesis", cwd=tmp_path, timeout=1800)
     for role in TEMPLATE_ROLES:
-        name = f"fresh-{role}"
+        name = f"fresh-{role}".replace("_", "-")
         run(str(venv / "bin/pegboard"), "plugins", "new", role, name, cwd=tmp_path)
         folder = tmp_path / name
         run(*pip, "-e", ".", cwd=folder, timeout=600)

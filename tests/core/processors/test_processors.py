@@ -102,6 +102,31 @@ class Counting(Watched):
             row[self.texts[slot][-1] + 1] = 0.0
 
 
+class Cycling(Counting):
+    """After 10 + i either 10 + (i + 1) % 6 or, in a fifth of all places, 17 or 18, which lead back to 10."""
+
+    takes_drafts = True
+
+    def process(self, logits: Tensor, rows: ProcessRows) -> None:
+        self.calls.append("process with drafts" if rows.drafts else "process")
+        row = 0
+        for place, slot in enumerate(rows.slots):
+            text, drafts = self.texts[slot], rows.drafts_of(place)
+            for count in range(len(drafts) + 1):
+                kept = logits[row].clone()
+                logits[row].fill_(-torch.inf)
+                allowed = self.after([*text, *drafts[:count]])
+                logits[row, allowed] = kept[allowed]
+                row += 1
+        assert row == len(logits), "1 + drafts rows a slot"
+
+    @staticmethod
+    def after(text: Sequence[int]) -> list[int]:
+        if not 10 <= text[-1] < 16:
+            return [10]
+        return [17, 18] if len(text) % 5 == 3 else [10 + (text[-1] - 9) % 6]
+
+
 class Fragile(Counting):
     """Spoils its logits and raises at token 80, wherever it stands in the batch."""
 
@@ -117,11 +142,16 @@ class Plugin:
     def pegboard_parts(self) -> list[Part]:
         return [
             Part(role="logits_processor", name=name, factory=factory, summary="of this test")
-            for name, factory in (("only", Only), ("counting", Counting), ("fragile", Fragile))
+            for name, factory in (
+                ("only", Only),
+                ("counting", Counting),
+                ("fragile", Fragile),
+                ("cycling", Cycling),
+            )
         ]
 
 
-ALL: dict[str, Any] = {"plugins": [Plugin()], "logits_processors": ["only", "counting", "fragile"]}
+ALL: dict[str, Any] = {"plugins": [Plugin()], "logits_processors": ["only", "counting", "fragile", "cycling"]}
 
 
 @pytest.fixture(params=[0, 2], ids="depth {}".format)
@@ -209,6 +239,49 @@ def test_beside_drafts_and_beams(tiny_path: Path, depth: int) -> None:
     assert found[0] == found[2]
     assert found[1] == pytest.approx(found[3], abs=1e-9)
     assert len(found[1]) == 3 * 3 * 8
+
+
+@pytest.mark.supports("Sampling", "logits processors and drafts in one request")
+@pytest.mark.parametrize("settings", [{}, {"kv_memory": 300_000, "max_length": 128}], ids=["roomy", "tight"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_with_drafts_of_its_own(tiny_path: Path, depth: int, settings: dict[str, Any]) -> None:
+    """Tokens and the model's own log-probabilities are those without a speculator, whatever becomes of drafts."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.9, "seed": 1, "logprobs": 1, "logprobs_mode": "processed"},
+        {"temperature": 1.0, "seed": 2, "presence_penalty": 0.5},
+        {"temperature": 0.8, "seed": 3, "n": 2, "logprobs": 0},
+    ]
+    asked = [
+        SamplingParams(**{"max_tokens": 60 + number, "ignore_eos": True, "processors": {"cycling": {}}} | kind)
+        for number, kind in enumerate(kinds)
+    ]
+    found: list[list[Any]] = []
+    for speculator in (None, "ngram"):
+        Watched.calls.clear()
+        with isolated_engine(
+            tiny_path,
+            dtype="float64",
+            max_rows=4,
+            run_ahead=depth,
+            speculator=speculator,
+            adapt_drafts=False,
+            **ALL,
+            **settings,
+        ) as engine:
+            handles = [engine.submit(PROMPT, one) for one in asked]
+            outputs = [handle.result(timeout=60).raise_for_error() for handle in handles]
+            stats = engine.stats().speculation
+        found.append([c.token_ids for output in outputs for c in output.completions])
+        records = [r for output in outputs for c in output.completions for r in c.logprobs or ()]
+        found.append([value for r in records for value in (r.logprob, *(logprob for _, logprob in r.top))])
+    assert found[0] == found[2]
+    assert found[1] == pytest.approx(found[3], abs=1e-9)
+    for ids in found[0]:
+        assert all(ids[at] in Cycling.after([*PROMPT, *ids[:at]]) for at in range(len(ids)))
+    assert "process with drafts" in Watched.calls
+    assert stats is not None
+    assert sum(stats.accepted) > 60
 
 
 @pytest.mark.supports("Sampling", "a logits processor that raises fails its own request only")
@@ -310,6 +383,7 @@ def test_the_plan_knows_them(tiny_path: Path) -> None:
         ("only", Only),
         ("counting", Counting),
         ("fragile", Fragile),
+        ("cycling", Cycling),
     ]
     need = made["only"].need
     assert (need.vocab_size, need.eos_ids, need.tokenizer_json) == (211, {2}, None)

@@ -16,7 +16,7 @@ import torch
 from pegboard.contracts.sampler import SamplingParams, SlotOpening
 from pegboard.models.llama import LlamaConfig
 from pegboard_sampling.speculation.eagle_cache import EntryCache
-from pegboard_sampling.speculation.eagle_kernels import FusedEntryCache
+from pegboard_sampling.speculation.eagle_fused import FusedEntryCache
 from pegboard_sampling.speculation.eagle_layer import EagleLayer
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -121,10 +121,10 @@ def test_greedy_texts_are_deterministic_and_logprobs_are_the_models(engine: Engi
     assert all(record.logprob < -1.0 for record in first.completions[0].logprobs)  # none is certain of itself
 
 
-@pytest.mark.supports("Sampling", "structured output beside requests that speculate")
+@pytest.mark.supports("Sampling", "structured output of requests that speculate")
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_beside_drafts(path: Path, make_engine: Callable[..., Any], ahead: int) -> None:
-    """It has none itself, and is what it would be without a speculator, as its neighbours are that have some."""
+    """It has some itself, and is what it would be without a speculator, as its neighbours are."""
     copied = "one two three four five six, " * 4
     # Biased to few tokens, so that there is something to copy
     free = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logit_bias={40: 60.0, 41: 60.0})
@@ -142,8 +142,6 @@ def test_beside_drafts(path: Path, make_engine: Callable[..., Any], ahead: int) 
         found.append([output.token_ids for output in outputs])
         stats = engine.stats().speculation
     assert found[0] == found[1]
-    # One row of five had drafts, and kept some
-    assert stats.proposed[0] == stats.steps
     assert stats.accepted[0] > 5
 
 

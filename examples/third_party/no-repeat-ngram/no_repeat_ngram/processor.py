@@ -59,6 +59,7 @@ class _Text:
 class NoRepeatNgram(LogitsProcessor):
     arguments = Arguments
     needs_host_token = True
+    takes_drafts = True
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}

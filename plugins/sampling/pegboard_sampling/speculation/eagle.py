@@ -143,7 +143,7 @@ class EagleSpeculator(Speculator):
 
 def make_cache(layer: EagleLayer, slots: int, entries: int, dtype: torch.dtype, device: torch.device) -> EntryCache:
     if device.type == "cuda" and find_spec("triton") is not None:
-        from .eagle_kernels import FusedEntryCache
+        from .eagle_fused import FusedEntryCache
 
         if FusedEntryCache.takes(dtype, device):
             return FusedEntryCache(layer, slots, entries, dtype, device)

@@ -5,20 +5,8 @@ Letters: R rows, w entries of each, H query heads, K KV heads, D head size.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from .eagle_cache import EntryCache
-
-#: Entries that a program reads at a time.
-_ENTRIES = 64
-#: Queries of a program, at most.
-_QUERIES = 64
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit(do_not_specialize=["width", "entries"])
@@ -125,57 +113,3 @@ def attend_entries(
         peak = found
     total = total / tl.where(mass == 0.0, 1.0, mass)[:, None]  # who sees nothing gives nothing
     tl.store(mixed + at[:, None] + d[None], total.to(q.dtype), mask=own)
-
-
-class FusedEntryCache(EntryCache):
-    """The same on CUDA."""
-
-    @staticmethod
-    def takes(dtype: torch.dtype, device: torch.device) -> bool:
-        return device.type == "cuda" and dtype in _DTYPES and torch.cuda.get_device_capability(device) >= (8, 0)
-
-    def attend(self, qkv: Tensor, slots: Tensor, starts: Tensor, count: Tensor) -> Tensor:
-        rows, width, _, size = qkv.shape
-        shared = self.keys.shape[2]
-        heads, rope = qkv.shape[2] - 2 * shared, self.layer.rope
-        turned = torch.empty(rows, width, heads, size, dtype=qkv.dtype, device=qkv.device)
-        mixed = torch.empty_like(turned)
-        shape: dict[str, Any] = {"HEADS": heads, "SHARED": shared, "SIZE": size}
-        block = max(16, triton.next_power_of_2(size))
-        turn_and_write[(rows * width, heads + 2 * shared)](
-            qkv,
-            turned,
-            self.keys,
-            self.values,
-            rope.cos,
-            rope.sin,
-            slots,
-            starts,
-            count,
-            width,
-            self.entries,
-            **shape,
-            TURNING=2 * rope.cos.shape[1],
-            INTERLEAVED=rope.interleaved,
-            BLOCK=block,
-            num_warps=1,
-        )
-        queries = min(_QUERIES, max(16, triton.next_power_of_2(width * (heads // shared))))
-        attend_entries[(rows, shared, triton.cdiv(width * (heads // shared), queries))](
-            turned,
-            self.keys,
-            self.values,
-            mixed,
-            slots,
-            starts,
-            self.base,
-            size**-0.5,
-            width,
-            self.entries,
-            **shape,
-            BLOCK=block,
-            QUERIES=queries,
-            ENTRIES=_ENTRIES,
-            num_warps=4,
-        )
-        return mixed

@@ -27,6 +27,7 @@ class StructuredOutput(LogitsProcessor):
 
     arguments = Arguments
     needs_host_token = True
+    takes_drafts = True
 
     def __init__(self, need: ProcessorNeed) -> None:
         self._eos_ids = need.eos_ids

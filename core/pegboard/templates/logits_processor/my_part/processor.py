@@ -42,6 +42,7 @@ class Text:
 class MyPart(LogitsProcessor):
     arguments = Arguments
     needs_host_token = True  # what it does depends on the last token
+    takes_drafts = True  # `process` serves rows of drafts
 
     def __init__(self, options: Options) -> None:
         self._most = options.most

@@ -30,6 +30,8 @@ class Compiled:
     instructions: Counter[str]
     #: Triton's last representation before it leaves tensors and layouts behind
     layouts: str
+    #: What the disassembler prints
+    code: str
 
 
 class _Device:
@@ -62,8 +64,9 @@ def _read(name: str, code: bytes, shared: int, layouts: str, folder: Path) -> Co
 
     usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
     assert usage is not None
-    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", dump("-sass"), re.MULTILINE)
-    return Compiled(name, int(usage[1]), int(usage[2]), shared, Counter(found), layouts)
+    sass = dump("-sass")
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", sass, re.MULTILINE)
+    return Compiled(name, int(usage[1]), int(usage[2]), shared, Counter(found), layouts, sass)
 
 
 @pytest.fixture

@@ -27,6 +27,15 @@ def pegboard_parts() -> tuple[Part, ...]:
         ),
         Part(
             role="quantizer",
+            name="blocks-cuda",
+            factory="pegboard_quant.packed.blocks_quantizer:BlocksCudaQuantizer",
+            summary="GGUF blocks of Q4_0 and Q4_1 stay packed on a GPU",
+            matches=("gguf",),
+            devices=("cuda",),
+            priority=10,
+        ),
+        Part(
+            role="quantizer",
             name="awq",
             factory="pegboard_quant.packed.quantizers:AwqQuantizer",
             summary="AWQ checkpoints (GEMM layout), 4 bits, packed in memory",

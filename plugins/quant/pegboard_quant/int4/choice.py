@@ -35,7 +35,9 @@ def serves(bits: int, columns: int, group: int, scale_bytes: int) -> bool:
 
 def serves_weight(weight: PackedWeight) -> bool:
     """Columns must be runs of groups; they may be in any order."""
-    return weight.groups is None and serves(weight.bits, weight.in_features, weight.group, weight.scales.itemsize)
+    if weight.groups is not None or (weight.offsets is not None and weight.group not in (32, 64)):
+        return False
+    return serves(weight.bits, weight.in_features, weight.group, weight.scales.itemsize)
 
 
 def new_launcher(need: QuantizerNeed) -> Int4Launcher | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .unpacking import less_zero, unpack_words
+from .unpacking import less_zero, times_scale, unpack_words
 
 
 @triton.jit
@@ -17,23 +17,37 @@ def _load_steps(steps, tile, NP, n, GROUP_TILES, PARTS: tl.constexpr, part):
 
 
 @triton.jit
-def _scaled(w, x, step, SCALE: tl.constexpr, ASM: tl.constexpr):
-    """The product of one group's columns: w holds codes, plus what `unpack_words` adds."""
-    product = tl.dot(less_zero(w, step >> 16, ASM), x, input_precision="ieee")
-    return product * (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)[:, None]
+def _scale_of(step, SCALE: tl.constexpr):
+    return (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True)
 
 
 @triton.jit
-def _rounded(w, steps, tile, NP, n, PARTS: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr):
-    """Weights of several groups [BN, 128], rounded to the dtype of codes. A product for each group, as above, would
+def _offset_of(step, SCALE: tl.constexpr):
+    return (step >> 16).to(tl.int16).to(SCALE, bitcast=True)
+
+
+@triton.jit
+def _rounded(
+    w, steps, tile, NP, n, PARTS: tl.constexpr, SCALE: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Weights of several groups [BN, 128], rounded to the dtype of codes. A product for each group, as else, would
     need parts of w, and those come out wrong where Hopper's `wgmma` takes W from registers (triton 3.6)."""
     k = tl.arange(0, 128)
     step = _load_steps(steps, tile, NP, n, 1, PARTS, 0)[:, None]
     for part in tl.static_range(1, PARTS):
         other = _load_steps(steps, tile, NP, n, 1, PARTS, part)[:, None]
         step = tl.where(k[None, :] >= part * (128 // PARTS), other, step)
-    scale = (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-    return (less_zero(w, step >> 16, ASM).to(tl.float32) * scale).to(w.dtype)
+    if SHIFTED:
+        codes = less_zero(w, step * 0, ASM).to(tl.float32)
+        return (codes * _scale_of(step, SCALE).to(tl.float32) + _offset_of(step, SCALE).to(tl.float32)).to(w.dtype)
+    return times_scale(less_zero(w, step >> 16, ASM), _scale_of(step, SCALE), ASM)
+
+
+@triton.jit
+def _load_words(words, tile_row, tile, TILES, inner, BN: tl.constexpr):
+    """Words of half a tile or a tile, as `unpack_words` wants them."""
+    at = words + (tile_row * TILES + tile).to(tl.int64) * 2048 + inner * 1024
+    return tl.load(at + tl.arange(0, BN * 16), eviction_policy="evict_first")
 
 
 @triton.jit
@@ -62,7 +76,8 @@ def _finish(
     BIAS: tl.constexpr,
 ):
     """Stores the sum; of several parts, the program that comes last adds all of them in their order."""
-    block, part = tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(1)
+    block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     mask = (m[None, :] < M) & (n[:, None] < N)
     out_at = out + m[None, :].to(tl.int64) * OUT_STRIDE + n[:, None]
     if SPLIT == 1:
@@ -71,7 +86,7 @@ def _finish(
         tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
     else:
         place = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        size = tl.num_programs(0) * BN * BM
+        size = tl.num_programs(0) * tl.num_programs(2) * (BN * BM)
         at = partial + block * (BN * BM) + place
         tl.store(at + part * size, total)
         tl.debug_barrier()
@@ -90,34 +105,39 @@ def _finish(
 def multiply_rows(
     words, steps, x, bias, out, partial, counters, M, N, K, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    SHIFTED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
-    Words and x are staged in shared memory, several tiles ahead; the unpacked weight never is. Bytes: the weight once
+    Words and x are staged in shared memory, several tiles ahead, x by bulk copies where
+    COPIED, from a descriptor; the unpacked weight never is. Bytes: the weight once
     for every BM rows. Limit: streaming read up to about 32 rows, then unpacking."""
     block, part = tl.program_id(0), tl.program_id(1)
     first = part * TILES_A_PART
     count = tl.minimum(TILES_A_PART, TILES - first)
-    SIZE: tl.constexpr = BN * 16
     m, n = tl.program_id(2) * BM + tl.arange(0, BM), block * BN + tl.arange(0, BN)
     tile_row = (block * BN) // 128
-    half = block % (128 // BN)
-    at = words + (tile_row * TILES + first).to(tl.int64) * 2048 + half * SIZE + tl.arange(0, SIZE)
+    inner = block % (128 // BN) if BN < 128 else 0
     rows = m < M
     k = tl.arange(0, 128)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x_at = x + m[None, :].to(tl.int64) * K + (first * 128 + k)[:, None]
+    if not COPIED:
+        x_at = x + m[None, :].to(tl.int64) * K + (first * 128 + k)[:, None]
     total = tl.zeros([BN, BM], tl.float32)
     for i in tl.range(0, count, num_stages=STAGES):
-        packed = tl.load(at + i * 2048, eviction_policy="evict_first")
-        w = unpack_words(packed, x.dtype.element_ty, BN, ASM)
-        xs = _load_x(x_at + i * 128, (first + i) * 128 + k, K, rows, EVEN)
-        if PARTS == 1:
-            s = _load_steps(steps, first + i, NP, n, GROUP_TILES, PARTS, 0)
-            total += _scaled(w, xs, s, SCALE, ASM)
+        packed = _load_words(words, tile_row, first + i, TILES, inner, BN)
+        w = unpack_words(packed, DTYPE, BN, ASM)
+        if COPIED:
+            xs = x.load([tl.program_id(2) * BM, (first + i) * 128]).T
         else:
-            rounded = _rounded(w, steps, first + i, NP, n, PARTS, SCALE, ASM)
+            xs = _load_x(x_at + i * 128, (first + i) * 128 + k, K, rows, EVEN)
+        if PARTS == 1:
+            step = _load_steps(steps, first + i, NP, n, GROUP_TILES, PARTS, 0)
+            product = tl.dot(less_zero(w, step >> 16, ASM), xs, input_precision="ieee")
+            total += product * _scale_of(step, SCALE).to(tl.float32)[:, None]
+        else:
+            rounded = _rounded(w, steps, first + i, NP, n, PARTS, SCALE, SHIFTED, ASM)
             total += tl.dot(rounded, xs, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -127,22 +147,24 @@ def multiply_rows(
 @triton.jit
 def dequantise_tiles(
     words, steps, dense, N, K, NP, TILES, GROUP_TILES,
-    BN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight [N, K] in the dtype of activations, rounded once. A program makes BN rows of a tile."""
     block, tile = tl.program_id(0), tl.program_id(1)
-    SIZE: tl.constexpr = BN * 16
     n = block * BN + tl.arange(0, BN)
-    at = words + ((block * BN) // 128 * TILES + tile).to(tl.int64) * 2048 + block % (128 // BN) * SIZE
-    packed = tl.load(at + tl.arange(0, SIZE))
+    packed = _load_words(words, (block * BN) // 128, tile, TILES, block % (128 // BN), BN)
     k = tl.arange(0, 128)
     group = (tile * PARTS + k // (128 // PARTS)) if PARTS > 1 else tile // GROUP_TILES + k * 0
     step = tl.load(steps + group[None, :] * NP + n[:, None])
     scale = (step & 0xFFFF).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-    w = less_zero(unpack_words(packed, dense.dtype.element_ty, BN, ASM), step >> 16, ASM)
+    zero = step * 0 if SHIFTED else step >> 16
+    w = less_zero(unpack_words(packed, dense.dtype.element_ty, BN, ASM), zero, ASM).to(tl.float32) * scale
+    if SHIFTED:
+        w += _offset_of(step, SCALE).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     column = tile * 128 + k
     dense_at = dense + n[:, None].to(tl.int64) * K + column[None, :]
     mask = (n[:, None] < N) & (column[None, :] < K)
-    tl.store(dense_at, (w.to(tl.float32) * scale).to(dense.dtype.element_ty), mask=mask)
+    tl.store(dense_at, w.to(dense.dtype.element_ty), mask=mask)

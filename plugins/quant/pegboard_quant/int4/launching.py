@@ -1,55 +1,29 @@
-"""Which kernel multiplies how many rows, and how its work is cut."""
+"""Launches the kernel that multiplies so many rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .cuts import FEW_ROWS, HELD_ROWS, Cut, HeldCut, held_cut, many_cut, rows_cut
+from .held import multiply_held
 from .kernels import dequantise_tiles, multiply_rows
 from .layout import TILE, TiledWeight
+from .many import multiply_many
 
-#: Rows from which the weight is dequantised once and cuBLAS multiplies.
-DENSE_ROWS: Final = 257
-_SCALES: Final = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-#: Programs up to which sums are split.
-_PROGRAMS: Final = 440
-#: (outputs, inputs) -> up to so many rows: outputs a program, programs a sum. Measured on an H200, group 128.
-_MEASURED: Final = {
-    (6144, 4096): {16: (64, 4), 64: (64, 4)},
-    (28672, 4096): {16: (128, 1), 64: (128, 1)},
-    (4096, 14336): {16: (64, 8), 64: (128, 7)},
-}
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Outputs and rows that a program takes, programs that share each sum, and tiles that are asked for ahead."""
-
-    block_n: int
-    block_m: int
-    split: int
-    stages: int
-
-
-def cut_of(rows: int, outputs: int, inputs: int, group: int, *, hopper: bool) -> Cut:
-    """What was measured, or by the rule that it suggests. Before Hopper, whose products take x from shared memory, more
-    than 32 rows of it don't fit into registers beside the weight; 128 outputs of short groups neither."""
-    wide = hopper and group >= TILE
-    block_m = min(64 if hopper else 32, max(16, triton.next_power_of_2(rows)))
-    stages = 4 if block_m == 16 else 3
-    for most, (block_n, split) in _MEASURED.get((outputs, inputs), {}).items():
-        if wide and rows <= most:
-            return Cut(block_n, block_m, split, stages)
-    block_n = 128 if wide and outputs >= 8192 else 64
-    programs = triton.cdiv(outputs, block_n)
-    split = 1 if rows > block_m else max(1, min(_PROGRAMS // programs, triton.cdiv(inputs, TILE) // 4, 16))
-    return Cut(block_n, block_m, split, stages)
+#: Rows from which the weight is dequantised once and cuBLAS multiplies: with `multiply_many`, and without it.
+DENSE_ROWS: Final = 1024
+_DENSE_ROWS_ELSE: Final = 257
+_TYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+#: Of x in shared memory.
+_LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 class Int4Launcher:
@@ -57,7 +31,8 @@ class Int4Launcher:
 
     def __init__(self, capability: tuple[int, int], *, interpreted: bool = False) -> None:
         self.interpreted = interpreted
-        self._hopper = capability >= (9, 0)
+        self._hopper = capability[0] == 9 and not interpreted
+        self._wide = capability >= (9, 0)
         self.pdl = capability >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait") and not interpreted
         self._options: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
 
@@ -66,28 +41,66 @@ class Int4Launcher:
         Rows are independent of each other; another number of rows may be summed in another order."""
         if weight.order is not None:
             x = x.index_select(1, weight.order)
-        if x.shape[0] >= DENSE_ROWS:
-            out.copy_(linear(x, self.dequantise(weight, x.dtype), bias))
-        elif x.shape[0]:
-            self.multiply_as(x, weight, bias, out, cut_of(x.shape[0], *weight.shape, weight.group, hopper=self._hopper))
+        rows, (outputs, inputs) = x.shape[0], weight.shape
+        cut = self.cut_of(rows, outputs, inputs, weight.group)
+        if cut is None:
+            dense = self.dequantise(weight, x.dtype).T
+            torch.mm(x, dense, out=out) if bias is None else torch.addmm(bias, x, dense, out=out)
+        elif rows:
+            self.multiply_as(x, weight, bias, out, cut)
 
-    def multiply_as(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: Cut) -> None:
+    def cut_of(self, rows: int, outputs: int, inputs: int, group: int) -> HeldCut | Cut | None:
+        """How a product of so many rows is cut; None: the weight is dequantised once."""
+        # Bulk copies want rows of a multiple of 16 bytes
+        many = self._hopper and group >= TILE and inputs % 8 == 0
+        if rows >= (DENSE_ROWS if many else _DENSE_ROWS_ELSE):
+            return None
+        if self._hopper and group >= TILE and rows <= HELD_ROWS:
+            held = held_cut(max(1, rows), outputs, inputs)
+            if held is not None:
+                return held
+        if many and rows > FEW_ROWS:
+            return many_cut(rows, outputs, inputs)
+        return rows_cut(max(1, rows), outputs, inputs, group, wide=self._wide)
+
+    def multiply_as(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: HeldCut | Cut) -> None:
         """The same with this cut, of columns in the order of the codes."""
         x = x.contiguous()
         rows, (outputs, inputs) = x.shape[0], weight.shape
         tiles, padded = weight.words.shape[1], weight.steps.shape[1]
+        common: dict[str, Any] = {"SCALE": _TYPES[weight.scale_dtype], "BIAS": bias is not None, "PDL": self.pdl}
+        common |= self._options
+        group_tiles = max(1, weight.group // TILE)
         blocks = triton.cdiv(outputs, cut.block_n)
-        each = triton.cdiv(tiles, cut.split)
+        if isinstance(cut, HeldCut):
+            multiply_held[(blocks,)](
+                weight.words, weight.steps, x, bias, out, rows, outputs, inputs, padded, out.stride(0), group_tiles,
+                TILES=tiles, BLOCK_N=cut.block_n, ROWS=triton.next_power_of_2(rows), AHEAD=cut.ahead,
+                num_warps=cut.warps, **common,
+            )  # fmt: skip
+            return
+        row_blocks, each = triton.cdiv(rows, cut.block_m), triton.cdiv(tiles, cut.split)
         split = triton.cdiv(tiles, each)
         partial = out
         if split > 1:
-            partial = torch.empty(split * blocks * cut.block_n * cut.block_m, dtype=torch.float32, device=x.device)
-        multiply_rows[(blocks, split, triton.cdiv(rows, cut.block_m))](
-            weight.words, weight.steps, x, bias, out, partial, weight.counters,
-            rows, outputs, inputs, padded, out.stride(0), tiles, each, max(1, weight.group // TILE),
-            BN=cut.block_n, BM=cut.block_m, PARTS=max(1, TILE // weight.group), SPLIT=split,
-            SCALE=_SCALES[weight.scale_dtype], EVEN=inputs % TILE == 0, BIAS=bias is not None,
-            ASM=not self.interpreted, PDL=self.pdl, STAGES=cut.stages, num_warps=4, **self._options,
+            size = split * blocks * row_blocks * cut.block_n * cut.block_m
+            partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        copied = self._hopper and inputs % 8 == 0 and x.data_ptr() % 16 == 0
+        shape, strides, box = [rows, inputs], [inputs, 1], [cut.block_m, TILE]
+        if cut.block_m > FEW_ROWS:
+            multiply_many[(row_blocks, blocks, split)](
+                weight.words, weight.steps, SharedDescriptor(x if copied else x.clone(), shape, strides, box, _LAYOUT),
+                bias, out, partial, weight.counters, rows, outputs, padded, out.stride(0), tiles, each, group_tiles,
+                BN=cut.block_n, BM=cut.block_m, SPLIT=split, STAGES=cut.stages, num_warps=cut.block_n // 16, **common,
+            )  # fmt: skip
+            return
+        copied &= cut.block_m == FEW_ROWS
+        multiply_rows[(blocks, split, row_blocks)](
+            weight.words, weight.steps, TensorDescriptor(x, shape, strides, box) if copied else x, bias, out, partial,
+            weight.counters, rows, outputs, inputs, padded, out.stride(0), tiles, each, group_tiles,
+            BN=cut.block_n, BM=cut.block_m, PARTS=max(1, TILE // weight.group), SPLIT=split, SHIFTED=weight.shifted,
+            DTYPE=_TYPES[x.dtype], EVEN=inputs % TILE == 0, ASM=not self.interpreted, COPIED=copied,
+            STAGES=cut.stages, num_warps=4, **common,
         )  # fmt: skip
 
     def dequantise(self, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
@@ -97,7 +110,7 @@ class Int4Launcher:
         tiles, padded = weight.words.shape[1], weight.steps.shape[1]
         dequantise_tiles[(triton.cdiv(rows, 64), tiles)](
             weight.words, weight.steps, dense, rows, columns, padded, tiles, max(1, weight.group // TILE),
-            BN=64, PARTS=max(1, TILE // weight.group), SCALE=_SCALES[weight.scale_dtype],
+            BN=64, PARTS=max(1, TILE // weight.group), SCALE=_TYPES[weight.scale_dtype], SHIFTED=weight.shifted,
             ASM=not self.interpreted, PDL=self.pdl, num_warps=4, **self._options,
         )  # fmt: skip
         return dense

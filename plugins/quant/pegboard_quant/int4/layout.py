@@ -33,8 +33,8 @@ _BLOCK: Final = 64 * TILE
 
 
 class TiledWeight(msgspec.Struct, frozen=True, kw_only=True):
-    """W [O, I] = scale * (code - zero point), for `Int4Launcher.multiply`. Rows and columns are padded to whole tiles
-    with codes, scales and zero points of 0."""
+    """W [O, I] = scale * (code - zero point), or scale * code + offset where it is `shifted`, for
+    `Int4Launcher.multiply`. Rows and columns are padded to whole tiles with codes, scales and zero points of 0."""
 
     shape: tuple[int, int]
     #: Columns a group: 32, 64, or a multiple of 128.
@@ -43,12 +43,14 @@ class TiledWeight(msgspec.Struct, frozen=True, kw_only=True):
     scale_dtype: torch.dtype
     #: int32 [row tiles, column tiles, 2048].
     words: Tensor
-    #: int32 [groups, row tiles * 128]: the bits of the scale, and the zero point above them.
+    #: int32 [groups, row tiles * 128]: the bits of the scale, and above them the zero point, or the offset's bits.
     steps: Tensor
     #: int32 [row tiles * 2], zeros between launches: which parts of a sum are there.
     counters: Tensor
     #: int32 [I]: column j multiplies input feature `order[j]`; None: j.
     order: Tensor | None = None
+    #: Groups are then of 32 or 64 columns.
+    shifted: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +81,13 @@ def tile(weight: PackedWeight) -> TiledWeight:
     group, groups = groups_of(columns, weight.group)
     above = -rows % TILE
     parts = [_tile_codes(unpack(weight.codes[start : start + _BLOCK], 4, columns)) for start in range(0, rows, _BLOCK)]
-    zeros = torch.full_like(weight.scales, 8, dtype=torch.int32) if weight.zeros is None else weight.zeros.int()
-    steps = (weight.scales.contiguous().view(torch.int16).int() & 0xFFFF) | (zeros << 16)
+    if weight.offsets is not None:
+        above_scales = _bits(weight.offsets)
+    elif weight.zeros is not None:
+        above_scales = weight.zeros.int()
+    else:
+        above_scales = torch.full_like(weight.scales, 8, dtype=torch.int32)
+    steps = _bits(weight.scales) | (above_scales << 16)
     return TiledWeight(
         shape=(rows, columns),
         group=group,
@@ -89,7 +96,13 @@ def tile(weight: PackedWeight) -> TiledWeight:
         steps=pad(steps, (0, groups - steps.shape[1], 0, above)).T.contiguous(),
         counters=torch.zeros((rows + above) // LEAST_ROWS, dtype=torch.int32, device=weight.codes.device),
         order=weight.order,
+        shifted=weight.offsets is not None,
     )
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Of 16-bit floats, as int32."""
+    return values.contiguous().view(torch.int16).int() & 0xFFFF
 
 
 def untile(weight: TiledWeight) -> PackedWeight:
@@ -108,7 +121,8 @@ def untile(weight: TiledWeight) -> PackedWeight:
         group=min(weight.group, columns),
         codes=pack(whole, 4),
         scales=(steps & 0xFFFF).to(torch.int16).view(weight.scale_dtype),
-        zeros=(steps >> 16).to(torch.uint8),
+        zeros=None if weight.shifted else (steps >> 16).to(torch.uint8),
+        offsets=(steps >> 16).to(torch.int16).view(weight.scale_dtype) if weight.shifted else None,
         order=weight.order,
     )
 

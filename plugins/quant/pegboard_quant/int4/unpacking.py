@@ -22,11 +22,13 @@ def _assembly(base: int) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-_BFLOAT16 = tl.constexpr(_assembly(0x43004300))
-_FLOAT16 = tl.constexpr(_assembly(0x64006400))
-_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
-_ADD_BFLOAT16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }")
-_ADD_FLOAT16 = tl.constexpr("add.rn.f16x2 $0, $1, $2;")
+UNPACK_BFLOAT16 = tl.constexpr(_assembly(0x43004300))
+UNPACK_FLOAT16 = tl.constexpr(_assembly(0x64006400))
+UNPACK_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
+ADD_BFLOAT16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }")
+ADD_FLOAT16 = tl.constexpr("add.rn.f16x2 $0, $1, $2;")
+MUL_BFLOAT16 = tl.constexpr("{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, $2, none; }")
+MUL_FLOAT16 = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 
 
 @triton.jit
@@ -35,7 +37,7 @@ def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr
     if ASM:
         if DTYPE == tl.bfloat16:  # noqa: SIM300 - a constexpr stands for a type
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                _BFLOAT16, _CONSTRAINTS, [words],
+                UNPACK_BFLOAT16, UNPACK_CONSTRAINTS, [words],
                 dtype=(
                     tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
                     tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
@@ -44,7 +46,7 @@ def unpack_words(words, DTYPE: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr
             )  # fmt: skip
         else:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                _FLOAT16, _CONSTRAINTS, [words],
+                UNPACK_FLOAT16, UNPACK_CONSTRAINTS, [words],
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
                 is_pure=True, pack=2,
             )  # fmt: skip
@@ -72,8 +74,19 @@ def less_zero(w, zero, ASM: tl.constexpr):
         return w - zero.to(w.dtype)
     if w.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _ADD_BFLOAT16, "=r,r,r", [w, (-128 - zero).to(w.dtype)], dtype=w.dtype, is_pure=True, pack=2
+            ADD_BFLOAT16, "=r,r,r", [w, (-128 - zero).to(w.dtype)], dtype=w.dtype, is_pure=True, pack=2
         )
     return tl.inline_asm_elementwise(
-        _ADD_FLOAT16, "=r,r,r", [w, (-1024 - zero).to(w.dtype)], dtype=w.dtype, is_pure=True, pack=2
+        ADD_FLOAT16, "=r,r,r", [w, (-1024 - zero).to(w.dtype)], dtype=w.dtype, is_pure=True, pack=2
     )
+
+
+@triton.jit
+def times_scale(w, scale, ASM: tl.constexpr):
+    """w [BN, columns] times scale, of [BN] or [BN, columns], rounded once to the dtype of w."""
+    if len(scale.shape) == 1:
+        scale = scale[:, None]
+    if not ASM or scale.dtype != w.dtype:
+        return (w.to(tl.float32) * scale.to(tl.float32)).to(w.dtype)
+    MUL: tl.constexpr = MUL_BFLOAT16 if w.dtype == tl.bfloat16 else MUL_FLOAT16
+    return tl.inline_asm_elementwise(MUL, "=r,r,r", [w, scale], dtype=w.dtype, is_pure=True, pack=2)

@@ -15,7 +15,8 @@ BLOCK: Final = 1 << 20
 
 
 class PackedWeight(msgspec.Struct, frozen=True, kw_only=True):
-    """W [O, I] = scale * (code - zero point), with a scale and a zero point for each row and group of columns.
+    """W [O, I] = scale * (code - zero point), or scale * code + offset, with one of each for a row and group of
+    columns.
 
     Column j of the codes multiplies input feature `order[j]` (None: j), and belongs to group `groups[j]` (None:
     j // group, the last group may be shorter). Never both: where a rank's columns cut groups in two or are no runs of
@@ -31,6 +32,8 @@ class PackedWeight(msgspec.Struct, frozen=True, kw_only=True):
     scales: Tensor
     #: uint8 [O, G]; None: all are 2^(bits - 1).
     zeros: Tensor | None = None
+    #: [O, G], in the dtype of the scales; then there are no zero points.
+    offsets: Tensor | None = None
     #: int32 [I].
     order: Tensor | None = None
     #: int32 [I].
@@ -42,7 +45,7 @@ class PackedWeight(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        held = (self.codes, self.scales, self.zeros, self.order, self.groups)
+        held = (self.codes, self.scales, self.zeros, self.offsets, self.order, self.groups)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
@@ -51,6 +54,9 @@ def dequantise(weight: PackedWeight, start: int, stop: int, dtype: torch.dtype =
 
     float32 and wider are the exact products of formats whose scales have 16 bits: a difference of codes has 9."""
     codes = unpack(weight.codes[start:stop], weight.bits, weight.in_features)
+    if weight.offsets is not None:
+        scales, offsets = (_spread(part[start:stop].to(dtype), weight) for part in (weight.scales, weight.offsets))
+        return codes.to(dtype).mul_(scales).add_(offsets)
     scales = weight.scales[start:stop].to(dtype)
     zeros = None if weight.zeros is None else weight.zeros[start:stop].to(dtype)
     middle = float(1 << (weight.bits - 1))
@@ -88,4 +94,6 @@ def multiply(x: Tensor, weight: PackedWeight, out: Tensor) -> None:
 
 def _spread(values: Tensor, weight: PackedWeight) -> Tensor:
     """[O, G] -> [O, I]"""
+    if weight.groups is not None:
+        return values.index_select(1, weight.groups)
     return values.repeat_interleave(weight.group, dim=1)[:, : weight.in_features]

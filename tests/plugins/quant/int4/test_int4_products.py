@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from pegboard_quant.int4.layout import tile, tiled_bytes, untile
-from pegboard_quant.packed.codes import pack
+from pegboard_quant.packed.codes import pack, unpack
 from pegboard_quant.packed.weight import PackedWeight, dense
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -44,6 +45,14 @@ def weight_of(
         else None,
         order=torch.randperm(columns, generator=generator).int().to(DEVICE) if order else None,
     )
+
+
+def shifted_weight(rows: int, columns: int, group: int) -> PackedWeight:
+    """scale * code + offset"""
+    weight = weight_of(rows, columns, group, zeros=False)
+    generator = torch.Generator().manual_seed(rows)
+    offsets = torch.randn(weight.scales.shape, generator=generator).to(torch.float16) * 0.1
+    return replace(weight, offsets=offsets.to(DEVICE))
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -86,6 +95,29 @@ def test_tiling_loses_nothing(rows: int, columns: int, group: int, zeros: bool) 
     assert tiled.nbytes == tiled_bytes(rows, columns, group, ordered=zeros)
 
 
+def test_tiling_keeps_offsets() -> None:
+    weight = shifted_weight(72, 192, 32)
+    back = untile(tile(weight))
+    assert back.offsets is not None
+    assert back.zeros is None
+    assert torch.equal(back.offsets, weight.offsets)
+    assert torch.equal(back.codes, weight.codes)
+    codes = unpack(weight.codes, 4, 192).double()
+    steps = [part.double().repeat_interleave(32, 1) for part in (weight.scales, weight.offsets)]
+    assert torch.equal(dense(back, torch.float64), codes * steps[0] + steps[1])
+
+
+@RUNS
+@pytest.mark.parametrize("rows", [1, 5, 40, 300])
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_products_with_offsets(rows: int, group: int, dtype: torch.dtype) -> None:
+    weight = shifted_weight(200, 192, group)
+    assert_right(weight, rows, dtype, bias=rows == 5)
+    right = dense(weight, torch.float32).to(dtype)
+    assert torch.equal(launcher().dequantise(tile(weight), dtype), right)
+
+
 @RUNS
 @pytest.mark.parametrize("rows", [1, 5, 16, 40])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
@@ -98,7 +130,7 @@ def test_products(rows: int, outputs: int, inputs: int, group: int, dtype: torch
 @RUNS
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_sums_in_parts(block_n: int) -> None:
-    from pegboard_quant.int4.launching import Cut
+    from pegboard_quant.int4.cuts import Cut
 
     weight = weight_of(200, 640, 128, zeros=True, scale=torch.bfloat16)
     for dtype in FLOATS:
@@ -120,6 +152,44 @@ def test_many_rows() -> None:
     for dtype in FLOATS:
         assert_right(weight_of(72, 128, 32, zeros=True), 300, dtype, bias=True)
         assert_right(weight_of(72, 128, 64, zeros=False), 100, dtype)
+
+
+#: outputs, inputs, group: whole tiles of groups, odd numbers of tiles, outputs and inputs that fill no tile
+WHOLE_GROUPS = [(64, 256, 128), (200, 640, 128), (1032, 904, 904), (136, 1536, 256), (256, 4096, 128), (6144, 384, 384)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 4, 65, 128, 130, 300])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), WHOLE_GROUPS)
+def test_products_of_few_and_many_rows(rows: int, outputs: int, inputs: int, group: int) -> None:
+    weight = weight_of(outputs, inputs, group, zeros=rows != 3, order=rows == 128, scale=torch.float16)
+    for dtype in FLOATS:
+        assert_right(weight, rows, dtype, bias=rows % 2 == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [16, 32])
+@pytest.mark.parametrize("warps", [2, 4, 8, 16])
+def test_held_words_are_asked_for_in_any_order(block_n: int, warps: int) -> None:
+    from pegboard_quant.int4.cuts import HeldCut
+
+    weight = weight_of(328, 4096, 128, zeros=True, scale=torch.bfloat16)
+    for rows in (1, 4):
+        for ahead in (1, 2):
+            assert_right(weight, rows, torch.bfloat16, cut=HeldCut(block_n, warps, ahead))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("block_m", [128, 256])
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_many_rows_in_blocks_and_parts(block_n: int, block_m: int, split: int) -> None:
+    from pegboard_quant.int4.cuts import Cut
+
+    weight = weight_of(1032, 4096 + 384, 128, zeros=True, scale=torch.bfloat16)
+    for rows in (80, 256):
+        if split == 1 or block_n == 128 or block_m >= rows:
+            assert_right(weight, rows, torch.bfloat16, bias=True, cut=Cut(block_n, block_m, split, 3))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,97 @@
+"""How the work of a product is cut: as measured on an H200 with groups of 128, or by the rules that this suggests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .layout import LEAST_ROWS, TILE
+
+#: Rows up to which words wait in registers for x.
+HELD_ROWS: Final = 4
+#: Rows up to which `multiply_rows` is ahead of `multiply_many`.
+FEW_ROWS: Final = 64
+#: Bytes of x that a program holds then.
+_HELD_BYTES: Final = 160 << 10
+#: Programs up to which sums are split.
+_PROGRAMS: Final = 440
+#: Multiprocessors, of an H200, that `multiply_many` should fill.
+_PROCESSORS: Final = 132
+
+
+@dataclass(frozen=True)
+class HeldCut:
+    """Outputs that a program makes, warps that share its inputs, and tiles that each of them asks for before x."""
+
+    block_n: int
+    warps: int
+    ahead: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Outputs and rows that a program takes, programs that share each sum, and tiles that are asked for ahead."""
+
+    block_n: int
+    block_m: int
+    split: int
+    stages: int
+
+
+#: (outputs, inputs) -> up to so many rows: the cut but for its rows.
+_MEASURED: Final = {
+    (6144, 4096): {16: (128, 8, 4), 64: (64, 4, 3)},
+    (4096, 4096): {16: (64, 8, 6), 64: (128, 4, 3)},
+    (28672, 4096): {16: (128, 1, 6), 64: (128, 1, 3)},
+    (4096, 14336): {16: (64, 8, 6), 64: (128, 8, 3)},
+}
+
+
+def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
+    """For 1 to `HELD_ROWS` rows on Hopper and groups of whole tiles; None: `rows_cut`."""
+    tiles, rows = -(-inputs // TILE), _power_of_two(rows)
+    many = outputs >= 16384
+    if tiles >= 64:
+        cut = HeldCut(16 if outputs < 2048 else 32, 16 if rows < 4 else 8, 1 if rows == 1 else 2)
+    elif rows == 1:
+        cut = HeldCut(16, 4, 3) if many else HeldCut(16, 8, 1) if outputs >= 5120 else HeldCut(16, 16, 1)
+    elif many and rows > 2:
+        return None
+    else:
+        cut = HeldCut(32, 4, 4) if outputs >= 5120 else HeldCut(32, 8, 2)
+    warps = min(cut.warps, 1 << (tiles.bit_length() - 1))
+    turns = -(-tiles // warps)
+    if rows * turns * warps * TILE * 2 > _HELD_BYTES:
+        return None
+    return HeldCut(cut.block_n, warps, min(cut.ahead, turns))
+
+
+def rows_cut(rows: int, outputs: int, inputs: int, group: int, *, wide: bool) -> Cut:
+    """`wide`: since Hopper, whose products take x from shared memory. Before, more than 32 rows of it don't fit into
+    registers beside the weight; 128 outputs of short groups neither."""
+    block_m = min(64 if wide else 32, max(16, _power_of_two(rows)))
+    wide &= group >= TILE
+    for most, (block_n, split, stages) in _MEASURED.get((outputs, inputs), {}).items():
+        if wide and rows <= most:
+            return Cut(block_n, block_m, split, stages)
+    block_n = 128 if wide and outputs >= 8192 else 64
+    programs = -(-outputs // block_n)
+    split = 1 if rows > block_m else max(1, min(_PROGRAMS // programs, -(-inputs // TILE) // 4, 16))
+    return Cut(block_n, block_m, split, 4 if block_m == 16 else 3)
+
+
+def many_cut(rows: int, outputs: int, inputs: int) -> Cut:
+    """For more than 64 rows on Hopper and groups of whole tiles. Blocks of 256 rows leave room for one program on a
+    multiprocessor, those of 128 for two."""
+    block_m, room = (128, 2 * _PROCESSORS) if rows <= 128 else (256, _PROCESSORS)
+    row_blocks = -(-rows // block_m)
+    block_n = 128 if block_m == 256 and row_blocks * outputs >= _PROCESSORS * 128 * 2 // 3 else 64
+    programs = row_blocks * -(-outputs // block_n)
+    split = max(1, min(room // programs, 8, -(-inputs // TILE) // 8))
+    if programs > -(-outputs // TILE) * TILE // LEAST_ROWS:
+        split = 1  # there are no counters for so many
+    return Cut(block_n, block_m, split, 3)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -48,3 +48,28 @@ def test_structured_texts_beside_recorded_steps(path: Path, make_engine: Callabl
         for pattern, handle in zip(patterns, handles, strict=True):
             assert re.fullmatch(pattern, handle.result(timeout=120).raise_for_error().text)
         assert len(other.result(timeout=120).raise_for_error().token_ids) == 40
+
+
+@pytest.mark.parametrize("speculator", ["ngram", {"use": "ngram", "options": {"drafts": 2}}], ids=["many", "few"])
+def test_structured_texts_that_speculate(path: Path, make_engine: Callable[..., Any], speculator: Any) -> None:
+    """In float32 the texts are those of plain decoding, and some of their drafts are kept."""
+    pytest.importorskip("llguidance")
+    settings = {"device": "cuda", "dtype": "float32", "max_rows": 12, "kv_memory": "64MiB", "adapt_drafts": False}
+    patterns = ["(abc ){20}", "[0-9]{40}", "(yes|no){12}", "[a-f]{2,30}x"]
+    asked = [
+        SamplingParams(seed=2, temperature=0.0 if index % 2 else 0.7, max_tokens=90, processors={"structured": one})
+        for index, one in enumerate({"regex": pattern} for pattern in patterns)
+    ]
+    free = SamplingParams(seed=1, max_tokens=60, ignore_eos=True)
+    found = []
+    for drafting in (None, speculator):
+        engine = make_engine(path, logits_processors=["structured"], speculator=drafting, **settings)
+        for _ in range(3):  # new shapes run plainly first, then they are recorded
+            handles = [engine.submit("x", one) for one in asked] + [engine.submit("hello", free)]
+            outputs = [handle.result(timeout=120).raise_for_error() for handle in handles]
+            found.append([output.token_ids for output in outputs])
+        stats = engine.stats().speculation
+        for pattern, output in zip(patterns, outputs, strict=False):
+            assert re.fullmatch(pattern, output.text)
+    assert all(ids == found[0] for ids in found)
+    assert sum(stats.accepted) > 3 * 30

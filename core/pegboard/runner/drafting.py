@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
 import torch
 from msgspec.structs import replace
@@ -30,8 +31,8 @@ class Drafting:
         #: Distributions of this step's drafts [R, k, V], and which of its rows each slot's are.
         self._probs: Tensor | None = None
         self._places: dict[int, int] = {}
-        #: This step's drafts by sequence, where the host sees them.
-        self.seen: Mapping[str, tuple[int, ...]] = {}
+        #: This step's drafts by sequence, of watched rows, where they were asked for before it.
+        self._seen: Mapping[str, tuple[int, ...]] = {}
 
     @property
     def inside(self) -> bool:
@@ -42,9 +43,9 @@ class Drafting:
         self._speculator.open(openings)
 
     def settle(self, rows: Sequence[RowPlan], watched: Collection[int]) -> Sequence[RowPlan]:
-        """The rows as they will run. The host must see the drafts of rows in `watched` slots, one behind another."""
-        self.seen = {}
-        if watched and (self.ahead or self._state.trees is not None):
+        """The rows as they will run. The host will `see` the drafts of rows in `watched` slots, one behind another."""
+        self._seen = {}
+        if watched and self._state.trees is not None:
             rows = [_narrowed(row, 0) if row.slot in watched else row for row in rows]
         if self._limits is not None and any(row.drafts for row in rows):
             allowed = self._limits.next()
@@ -69,8 +70,24 @@ class Drafting:
         counts = {row.id: min(row.drafts, count) for row, count in zip(drafting, found, strict=True)}
         if any(row.slot in watched for row in drafting):
             listed = zip(drafting, ids.tolist(), strict=True)
-            self.seen = {row.id: tuple(own[: counts[row.id]]) for row, own in listed if row.slot in watched}
+            self._seen = {row.id: tuple(own[: counts[row.id]]) for row, own in listed if row.slot in watched}
         return [_narrowed(row, counts[row.id]) if row.drafts else row for row in rows]
+
+    def see(
+        self, rows: Sequence[RowPlan], queries: Sequence[int], ids: Tensor | None, watched: Collection[int]
+    ) -> Mapping[str, tuple[int, ...]]:
+        """This step's drafts by sequence, of rows in `watched` slots. Each row has so many `queries` of ids [S] (see
+        VerifyRows). Where drafts have not left the device, this waits for them, and the step beneath."""
+        if not self.ahead:
+            return self._seen
+        if ids is None or not any(row.drafts and row.slot in watched for row in rows):
+            return {}
+        listed, found, at = ids.tolist(), {}, 0
+        for row, count in zip(rows, queries, strict=True):
+            if row.slot in watched:
+                found[row.id] = tuple(takewhile(lambda id: id >= 0, listed[at + 1 : at + 1 + row.drafts]))
+            at += count
+        return found
 
     def propose(self, slots: Tensor, last_ids: Tensor, positions: Tensor, drafts: int) -> Tensor:
         """Drafts [R, k] of rows whose last token stands at `positions` [R]; -1: none."""

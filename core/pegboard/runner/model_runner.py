@@ -211,8 +211,8 @@ class ModelRunner:
             queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in ready.sampled)
             processed = None
             if processes:
-                seen = {} if stepping.drafting is None else stepping.drafting.seen
-                processed = self._processing.apply(computed.logits, ready.sampled, queries, seen)
+                drafts = self._drafts_seen(ready.sampled, queries, computed)
+                processed = self._processing.apply(computed.logits, ready.sampled, queries, drafts)
             if shape.drafts:
                 chosen = stepping.verify(computed, host_slots, queries)
             else:
@@ -231,6 +231,15 @@ class ModelRunner:
         last = verification_key(shape, key) if shape.drafts else choice_key(shape.samples, key)
         computed, chosen = run((shape, last), work)
         return computed, chosen, {}
+
+    def _drafts_seen(
+        self, rows: Sequence[RowPlan], queries: Sequence[int], computed: Computed
+    ) -> Mapping[str, tuple[int, ...]]:
+        """By sequence, of rows that ask for logits processors."""
+        drafting, verifying = self._stepping.drafting, computed.verifying
+        if drafting is None:
+            return {}
+        return drafting.see(rows, queries, None if verifying is None else verifying.ids, self._processing.slots)
 
     def _scores(self, rows: Sequence[RowPlan], hidden: Tensor) -> list[tuple[RowPlan, LogprobTensors]]:
         """Of the rows whose prompt tokens are scored."""

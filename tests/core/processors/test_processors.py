@@ -137,17 +137,26 @@ class Fragile(Counting):
             raise RuntimeError("80 is too much")
 
 
+class AheadExecutor(LocalExecutor):
+    """Rows run as wide as they were planned, as on a device that the host does not wait for."""
+
+    @classmethod
+    def _watched(cls, runner: Any, survey: Any) -> Any:
+        if runner._stepping.drafting is not None:
+            runner._stepping.drafting.ahead = True
+        return runner
+
+
 class Plugin:
     @hookimpl
     def pegboard_parts(self) -> list[Part]:
+        factories = {"only": Only, "counting": Counting, "fragile": Fragile, "cycling": Cycling}
         return [
-            Part(role="logits_processor", name=name, factory=factory, summary="of this test")
-            for name, factory in (
-                ("only", Only),
-                ("counting", Counting),
-                ("fragile", Fragile),
-                ("cycling", Cycling),
-            )
+            Part(role="executor", name="ahead", factory=AheadExecutor, summary="of this test"),
+            *(
+                Part(role="logits_processor", name=name, factory=factory, summary="of this test")
+                for name, factory in factories.items()
+            ),
         ]
 
 
@@ -242,7 +251,11 @@ def test_beside_drafts_and_beams(tiny_path: Path, depth: int) -> None:
 
 
 @pytest.mark.supports("Sampling", "logits processors and drafts in one request")
-@pytest.mark.parametrize("settings", [{}, {"kv_memory": 300_000, "max_length": 128}], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_memory": 300_000, "max_length": 128}, {"executor": "ahead"}],
+    ids=["roomy", "tight", "drafts stay on the device"],
+)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_with_drafts_of_its_own(tiny_path: Path, depth: int, settings: dict[str, Any]) -> None:
     """Tokens and the model's own log-probabilities are those without a speculator, whatever becomes of drafts."""

@@ -85,7 +85,7 @@ class Drafting:
         listed, found, at = ids.tolist(), {}, 0
         for row, count in zip(rows, queries, strict=True):
             if row.slot in watched:
-                found[row.id] = tuple(takewhile(lambda id: id >= 0, listed[at + 1 : at + 1 + row.drafts]))
+                found[row.id] = tuple(takewhile(lambda draft: draft >= 0, listed[at + 1 : at + 1 + row.drafts]))
             at += count
         return found
 

@@ -20,6 +20,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("gpu") / "m", std=0.4, seed=5, head_dim=64, vocab_size=300)
 
 
+@pytest.mark.supports("On a GPU", "beam search, the texts of a CPU")
 def test_beams_are_those_of_a_cpu(path: Path, make_engine: Callable[..., Any]) -> None:
     """In float32, beside a request that runs ahead."""
     found = []
@@ -50,6 +51,7 @@ def test_structured_texts_beside_recorded_steps(path: Path, make_engine: Callabl
         assert len(other.result(timeout=120).raise_for_error().token_ids) == 40
 
 
+@pytest.mark.supports("On a GPU", "structured output together with speculation")
 @pytest.mark.parametrize("speculator", ["ngram", {"use": "ngram", "options": {"drafts": 2}}], ids=["many", "few"])
 def test_structured_texts_that_speculate(path: Path, make_engine: Callable[..., Any], speculator: Any) -> None:
     """In float32 the texts are those of plain decoding, and some of their drafts are kept."""

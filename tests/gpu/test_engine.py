@@ -36,6 +36,7 @@ def oracle(path: Path, new: int) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.supports("On a GPU", "greedy ids of transformers, host up to two steps behind")
 @pytest.mark.supports("Devices", "NVIDIA GPU, the torch parts, run ahead of the host")
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_greedy_ids_in_float64(path: Path, make_engine: Callable[..., Any], ahead: int) -> None:
@@ -54,6 +55,7 @@ def test_seeded_ids_do_not_depend_on_running_ahead(path: Path, make_engine: Call
     assert found[0] == found[1]
 
 
+@pytest.mark.supports("On a GPU", "close() gives device memory back")
 def test_close_gives_device_memory_back(path: Path, make_engine: Callable[..., Any]) -> None:
     held = []
     for _ in range(3):
@@ -72,6 +74,7 @@ def test_a_device_that_is_not_the_current_one(path: Path, make_engine: Callable[
     assert [o.raise_for_error().token_ids for o in engine.generate(PROMPTS, sampling)] == oracle(path, 24)
 
 
+@pytest.mark.supports("On a GPU", "Mistral, Qwen3 and Gemma 3 models")
 @pytest.mark.parametrize("architecture", ["mistral", "qwen3", "gemma3_text"])
 def test_other_architectures(tmp_path: Path, make_engine: Callable[..., Any], architecture: str) -> None:
     from transformers import AutoModelForCausalLM

@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.supports("On a GPU", "safetensors straight to the device")
 @pytest.mark.parametrize("part", [1 << 16, device_reads._PART])
 def test_what_is_read_is_what_is_stored(folder: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setattr(device_reads, "_PART", part)

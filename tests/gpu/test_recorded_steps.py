@@ -63,6 +63,7 @@ def graphs_of(engine: Any) -> int:
     return 0 if recordings is None else len(recordings)
 
 
+@pytest.mark.supports("On a GPU", "steps as CUDA graphs, the bits of kernels launched one by one")
 @pytest.mark.supports("Devices", "NVIDIA GPU, steps recorded as CUDA graphs")
 def test_the_same_bits_as_kernel_by_kernel(path: Path, make_engine: Callable[..., Any]) -> None:
     """One request after another, so that batches are alike; the second turn is all replays."""
@@ -79,6 +80,7 @@ def test_the_same_bits_as_kernel_by_kernel(path: Path, make_engine: Callable[...
     assert found[0] == found[1]
 
 
+@pytest.mark.supports("On a GPU", "batch-invariant results, whatever runs beside")
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_mixed_traffic_in_batch_invariant_parts(path: Path, make_engine: Callable[..., Any], ahead: int) -> None:
     """In float32 the tiny model's choices are clear enough that padding and neighbours don't decide them."""
@@ -120,6 +122,7 @@ class Plugin:
         return [Part(role=role, name="foreign", factory=part, summary="") for role, part in self._parts]  # type: ignore[arg-type]
 
 
+@pytest.mark.supports("On a GPU", "third-party attention and samplers in CUDA graphs")
 def test_third_party_parts_are_captured_and_run_ahead(path: Path, make_engine: Callable[..., Any]) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     prompts = [[5, 6, 7, 8 + i] for i in range(5)]
@@ -142,6 +145,7 @@ def test_a_part_that_can_not_be_captured_after_all(path: Path, make_engine: Call
     assert engine.generate([[5, 6, 7]], greedy)[0].raise_for_error().token_ids == expected
 
 
+@pytest.mark.supports("On a GPU", "no kernel compiles while it serves")
 def test_nothing_compiles_while_it_serves(
     path: Path, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +201,7 @@ def test_a_recording_that_breaks_off_leaves_the_others_alone(path: Path, make_en
         assert found.tolist() == [3.0] * 4
 
 
+@pytest.mark.supports("On a GPU", "two engines on one device")
 def test_two_engines_record_side_by_side(path: Path, make_engine: Callable[..., Any]) -> None:
     expected = told(make_engine(path, cuda_graphs=False, **SETTINGS | {"dtype": "float32"}).generate(requests(16)))
     engines = [make_engine(path, **SETTINGS | {"dtype": "float32"}) for _ in range(2)]
@@ -225,6 +230,7 @@ def test_memory_comes_back(path: Path, make_engine: Callable[..., Any]) -> None:
     assert held[1] == held[2]
 
 
+@pytest.mark.supports("On a GPU", "no synchronisation on the step path")
 def test_nothing_waits_on_the_step_path(path: Path, make_engine: Callable[..., Any]) -> None:
     """torch raises at whatever synchronises; only events of retired steps are waited for."""
     engine = make_engine(path, **SETTINGS)

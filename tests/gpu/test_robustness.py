@@ -126,6 +126,7 @@ class Plugin:
         return [Part(role=role, name="bad", factory=part, summary="") for role, part in parts.items()]  # type: ignore[arg-type]
 
 
+@pytest.mark.supports("On a GPU", "a NaN fails its request only")
 def test_nan_fails_its_row_only(path: Path, make_engine: Callable[..., Any]) -> None:
     """In recorded steps as well: the slot that is struck is the device's to know."""
     Poisoned.slot = torch.tensor(-1, device="cuda")

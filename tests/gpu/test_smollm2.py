@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.model]
 COUNTING = "33 30 216 33 198 34 30 216 34 198 35 30 216 35 198 36 30 216 36 198 37 30 216 37 198 38 30 216 38 198 39 30"
 
 
+@pytest.mark.supports("On a GPU", "SmolLM2-135M-Instruct from its GGUF file: ids of an independent implementation")
 @pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_counting_gives_the_reference_ids(make_engine: Callable[..., Any], dtype: str, graphs: bool) -> None:

@@ -59,7 +59,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             role="quantizer",
             name="int4",
             factory="pegboard_quant.packed.on_load:Int4Quantizer",
-            options="pegboard_quant.options:RoundingOptions",
+            options="pegboard_quant.options:Rounding4Options",
             summary="Rounds dense weights to 4 bits when they are loaded; by name only",
             priority=-100,
         ),

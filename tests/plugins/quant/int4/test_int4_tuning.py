@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -120,31 +119,3 @@ def test_there_are_candidates_on_every_device(capability: tuple[int, int], group
         found = list(candidates(place, capability, 108))
         assert len(set(found)) == len(found) > 0
         assert all(illegal(cut, place, capability) is None for cut in found)
-
-
-@pytest.mark.gpu
-@pytest.mark.supports("Quantization", "Tables of INT4 kernels measured on the device at hand (pegboard tune)")
-def test_tuning_on_a_device(make_engine: Callable[..., Any], tiny_path: Path, tmp_path: Path) -> None:
-    """And an engine takes the table: two of them give the same."""
-    from pegboard.tuning import tune
-
-    options = {"group": 32, "skip": []}
-    config = {
-        "model": str(tiny_path),
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "quantizer": {"use": "int4", "options": options},
-    }
-    path = tmp_path / "table.json"
-    report = tune(config, path, rows=(1, 4))
-    assert report.device == torch.cuda.get_device_name()
-    assert len(report.found) >= 4
-    for one in report.found:
-        assert 0 < one.microseconds < 1000
-        assert one.ways >= 3
-    outputs = []
-    for _ in range(2):
-        engine = make_engine(config={**config, "quantizer": {"use": "int4", "options": {**options, "table": path}}})
-        quantized = engine.generate([[5, 6, 7]], temperature=0.0, max_tokens=8)
-        outputs.append([output.raise_for_error().token_ids for output in quantized])
-    assert outputs[0] == outputs[1]

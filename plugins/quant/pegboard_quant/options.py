@@ -28,6 +28,15 @@ class Int8CpuOptions(BaseModel):
     prefill: Literal["int8", "float32"] = "int8"
 
 
+class PackedOptions(BaseModel):
+    """Options of the parts `awq`, `gptq` and `compressed-tensors`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: A file that `pegboard tune` wrote on such a device; None: the shipped table, or rules.
+    table: Path | None = None
+
+
 class RoundingOptions(BaseModel):
     """What the parts `int4` and `int8` have in common."""
 

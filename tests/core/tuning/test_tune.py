@@ -130,7 +130,7 @@ def test_what_can_not_be_tuned_is_refused(tiny_path: Path, tmp_path: Path, capsy
         workshop.tune(tiny_path, tmp_path / "t.json", rows=())
     with pytest.raises(ConfigError, match="name a file in a folder that exists"):
         workshop.tune(tiny_path, tmp_path / "nowhere" / "t.json")
-    with pytest.raises(ConfigError, match=r"quantizer 'none' has nothing to tune; those that do: int4.*tuned"):
+    with pytest.raises(ConfigError, match=r"quantizer 'none' has nothing to tune; those that do: awq.*int4.*tuned"):
         tune({"model": str(tiny_path), "device": "cpu"}, tmp_path / "t.json", plugins=[workshop.plugin()])
     command = ["tune", str(tmp_path / "t.json"), "-m", str(tiny_path), "--set", "device=cpu", "--set", "quantizer=int4"]
     assert main([*command, "--rows", "1", "--json"]) == 2

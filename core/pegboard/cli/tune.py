@@ -26,8 +26,8 @@ def tune(
     """Measure the ways in which the quantizer's kernels can run for a model's shapes, and write down the fastest."""
     from ..config import load_config
     from ..config_sources import read_config
+    from ..tuning import ROWS
     from ..tuning import tune as run
-    from ..tuning.tune import ROWS
 
     values: dict[str, Any] = {} if config is None else dict(read_config(config))
     if model is not None:

@@ -1,5 +1,6 @@
 """`pegboard tune`: in which way a part's kernels are fastest on this device, measured once and written down."""
 
-from .tune import TunedWay as TunedWay
-from .tune import TuneReport as TuneReport
-from .tune import tune as tune
+from .choosing import ROWS as ROWS
+from .choosing import TunedWay as TunedWay
+from .choosing import TuneReport as TuneReport
+from .choosing import tune as tune

@@ -137,3 +137,42 @@ def test_what_can_not_be_tuned_is_refused(tiny_path: Path, tmp_path: Path, capsy
     error = json.loads(capsys.readouterr().out)["error"]
     assert "need a CUDA device" in error["message"]
     assert not (tmp_path / "t.json").exists()
+
+
+def test_a_tuner_must_be_one(tiny_path: Path, tmp_path: Path) -> None:
+    class Wrong(DenseQuantizer):
+        @classmethod
+        def tuner(cls, need: QuantizerNeed, options: DenseOptions) -> object:
+            return "fast"
+
+    class Plugin:
+        @hookimpl
+        def pegboard_parts(self) -> tuple[Part, ...]:
+            return (Part(role="quantizer", name="wrong", factory=Wrong, options=DenseOptions, summary="a test's"),)
+
+    config = {"model": str(tiny_path), "device": "cpu", "quantizer": "wrong"}
+    with pytest.raises(PluginError, match="'wrong': tuner gave 'fast', must be a KernelTuner"):
+        tune(config, tmp_path / "t.json", plugins=[Plugin()])
+
+
+def test_the_command_says_what_was_found(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command has no plugins of its own, so what it calls is handed them here."""
+    workshop = Workshop({"usual": (5.0, 5.0), "fast": (4.0, 4.0)})
+
+    def with_plugin(config: Any, out: Path, **settings: Any) -> TuneReport:
+        return tune(config, out, meter=workshop, plugins=[workshop.plugin()], **settings)
+
+    monkeypatch.setattr("pegboard.tuning.tune", with_plugin)
+    out = tmp_path / "t.json"
+    command = ["tune", str(out), "-m", str(tiny_path), "--set", "device=cpu", "--rows", "3", "--rows", "2"]
+    command += ["--set", "quantizer.use=tuned", "--set", "quantizer.options.pack=false"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "2 products of tuned on " in printed.out
+    assert "25.0% faster in all" in printed.out
+    assert printed.err.count(" us with fast, ") == 2
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [one["product"] for one in report["found"]] == ["2 rows", "3 rows"]

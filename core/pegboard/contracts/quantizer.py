@@ -155,7 +155,7 @@ class TunedProduct(msgspec.Struct, frozen=True, kw_only=True):
     #: For people, and unlike those of other products: "4096 x 14336, groups of 128, 16 rows".
     name: str
     #: Way -> calls that all do the same on other memory, so much of it that no cache holds it when the first comes
-    #: again. The first way is the one taken without a table. A call only launches: it waits for nothing.
+    #: again. The first way is the one taken so far. A call only launches: it waits for nothing.
     ways: Mapping[str, Sequence[Callable[[], object]]]
     #: Whether what the last call gave is right; waits for it.
     is_right: Callable[[], bool]
@@ -167,10 +167,14 @@ class KernelTuner(ABC):
 
     @abstractmethod
     def products(
-        self, linears: Sequence[LinearSpec], stored: Mapping[str, TensorInfo], shard: Shard, rows: Sequence[int]
+        self,
+        linears: Sequence[LinearSpec],
+        stored: Mapping[str, TensorInfo],
+        shard: Shard,
+        rows: Sequence[int] | None,
     ) -> Iterator[TunedProduct]:
-        """Those of these linears with so many rows, each once. One is held at a time: they have memory on the device.
-        ConfigError: no kernel has a choice with so many rows."""
+        """Those of these linears with so many rows, each once; None: with the rows that are worth a look. One is held
+        at a time: they have memory on the device. ConfigError: no kernel has a choice with so many rows."""
 
     @abstractmethod
     def table(self, chosen: Mapping[str, tuple[str, float]]) -> Mapping[str, Any]:

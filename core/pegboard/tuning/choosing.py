@@ -20,8 +20,6 @@ from .metering import CudaMeter, Meter
 
 logger = logging.getLogger("pegboard")
 
-#: Rows of the products that are measured, unless told otherwise.
-ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Milliseconds of launches at a time: for all ways, and for those that came out ahead.
 _BRIEF: Final = 0.5
 _LONG: Final = 2.0
@@ -35,8 +33,8 @@ class TunedWay(msgspec.Struct, frozen=True, kw_only=True):
     product: str
     way: str
     microseconds: float
-    #: Of the way that is taken without a table.
-    untuned_microseconds: float
+    #: Of the way that is taken so far.
+    microseconds_before: float
     #: How many ways there are.
     ways: int
 
@@ -52,27 +50,26 @@ def tune(
     config: EngineConfig | Mapping[str, Any],
     out: Path,
     *,
-    rows: Sequence[int] = ROWS,
+    rows: Sequence[int] | None = None,
     meter: Meter | None = None,
     plugins: Sequence[object] = (),
     say: Callable[[str], None] = logger.info,
 ) -> TuneReport:
-    """Measure the ways of the config's quantizer for its model's linears with so many `rows`, and write the table for
-    the quantizer's options into the file `out`. No weight is read.
+    """Measure the ways of the config's quantizer for its model's linears with so many `rows` (None: those that
+    the quantizer thinks worth it), and write the table for its options into the file `out`. No weight is read.
 
     `meter`: by default what times launches on the config's device. ConfigError for what can't be tuned, before
     anything is measured; PluginError: no way gives the right result."""
-    if not rows or min(rows) < 1:
+    if rows is not None and min(rows, default=0) < 1:
         raise ConfigError(f"rows are {', '.join(map(str, rows)) or 'none'}, must be whole numbers from 1 on")
+    counts = None if rows is None else sorted(set(rows))
     _refuse_folder(out)
     survey = Survey(load_config(config), Registry.discover(plugins))
     try:
         name, tuner = _tuner(survey)
         meter = meter or CudaMeter(torch_device(survey.device))
         found = []
-        for product in tuner.products(
-            survey.spec.linears, survey.checkpoint.tensors(), survey.shard, sorted(set(rows))
-        ):
+        for product in tuner.products(survey.spec.linears, survey.checkpoint.tensors(), survey.shard, counts):
             found.append(_fastest(product, meter, say))
     finally:
         survey.checkpoint.close()
@@ -119,15 +116,15 @@ def _fastest(product: TunedProduct, meter: Meter, say: Callable[[str], None]) ->
             say(f"{product.name}: {way} gives a wrong result here and is left out")
     if not brief:
         raise PluginError(f"{product.name}: none of {len(product.ways)} ways gives the right result")
-    untuned = next(iter(brief))
-    again = {untuned, *sorted(brief, key=brief.__getitem__)[:_FINALISTS]}
+    before = next(iter(brief))
+    again = {before, *sorted(brief, key=brief.__getitem__)[:_FINALISTS]}
     long = {way: meter.microseconds(product.ways[way], _LONG) for way in brief if way in again}
     best = min(long, key=long.__getitem__)
-    say(f"{product.name}: {long[best]:.2f} us with {best}, {long[untuned]:.2f} without a table")
+    say(f"{product.name}: {long[best]:.2f} us with {best}, {long[before]:.2f} before")
     return TunedWay(
         product=product.name,
         way=best,
         microseconds=long[best],
-        untuned_microseconds=long[untuned],
+        microseconds_before=long[before],
         ways=len(product.ways),
     )

@@ -26,6 +26,8 @@ from .tables import Entry, Table
 
 #: (outputs, inputs, columns a group) of the weights that the kernels multiply in a linear.
 Shapes = Callable[[LinearSpec, Mapping[str, TensorInfo], Shard], Sequence[tuple[int, int, int]]]
+#: Rows that are worth a measurement: an entry of a table serves down to the next.
+_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Bytes of copies of a weight: several times the L2 of the devices that there are; and copies at most, with which those
 #: of small weights may stay in it.
 _COLD_BYTES: Final = 200_000_000
@@ -53,7 +55,11 @@ class Int4Tuner(KernelTuner):
         self._known: dict[str, tuple[Place, dict[str, HeldCut | Cut]]] = {}
 
     def products(
-        self, linears: Sequence[LinearSpec], stored: Mapping[str, TensorInfo], shard: Shard, rows: Sequence[int]
+        self,
+        linears: Sequence[LinearSpec],
+        stored: Mapping[str, TensorInfo],
+        shard: Shard,
+        rows: Sequence[int] | None,
     ) -> Iterator[TunedProduct]:
         found = {
             (outputs, inputs, min(group, TILE))
@@ -61,14 +67,15 @@ class Int4Tuner(KernelTuner):
             for outputs, inputs, group in self._shapes(spec, stored, shard)
         }
         for outputs, inputs, group in sorted(found):
-            refused = [n for n in rows if self._launcher.cut_of(n, outputs, inputs, group) is None]
-            if refused:
+            uncut = [n for n in rows or () if self._launcher.cut_of(n, outputs, inputs, group) is None]
+            if uncut:
                 raise ConfigError(
-                    f"products of {refused[0]} rows have no cut with groups of {group}: the weight is dequantised and "
+                    f"products of {uncut[0]} rows have no cut with groups of {group}: the weight is dequantised and "
                     "torch multiplies; leave such rows out"
                 )
-        for shape in sorted(found):
-            yield from self._of_shape(shape, rows)
+        for outputs, inputs, group in sorted(found):
+            worth = [n for n in _ROWS if self._launcher.cut_of(n, outputs, inputs, group) is not None]
+            yield from self._of_shape((outputs, inputs, group), rows or worth)
 
     def table(self, chosen: Mapping[str, tuple[str, float]]) -> Mapping[str, Any]:
         entries = []
@@ -102,10 +109,10 @@ class Int4Tuner(KernelTuner):
     def _product(
         self, place: Place, x: Tensor, copies: Sequence[TiledWeight], right: Tensor, out: Tensor
     ) -> TunedProduct:
-        untuned = self._launcher.cut_of(place.rows, place.outputs, place.inputs, place.group)
+        before = self._launcher.cut_of(place.rows, place.outputs, place.inputs, place.group)
         capability = self._facts.capability or (0, 0)
         cuts = dict.fromkeys(candidates(place, capability, self._processors))
-        ways = {_name(cut): cut for cut in (untuned, *cuts) if cut is not None}
+        ways = {_name(cut): cut for cut in (before, *cuts) if cut is not None}
         name = f"{place.outputs} x {place.inputs}, groups of {place.group}, {place.rows} rows"
         self._known[name] = place, ways
 

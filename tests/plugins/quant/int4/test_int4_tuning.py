@@ -39,10 +39,12 @@ class Launcher(Int4Launcher):
         out.copy_(x.float() @ dense(untile(weight)).T * (0.5 if self.wrong(cut) else 1.0))
 
 
-def tuner(launcher: Launcher) -> Int4Tuner:
+def tuner(launcher: Launcher, group: int = 128) -> Int4Tuner:
     # The tensors are on the CPU; what is allowed is asked for a Hopper
     need = QuantizerNeed(device=DeviceFacts(type="cpu", name="NVIDIA H200", capability=(9, 0)), dtype="bfloat16")
-    return Int4Tuner(need, lambda spec, stored, shard: [(192, 256, 128), (192, 256, 256)], launcher, 132, 1)
+    # Groups of 128 and of all columns are alike
+    shapes = [(192, 256, group), (192, 256, max(group, 256 if group == 128 else 0))]
+    return Int4Tuner(need, lambda spec, stored, shard: shapes, launcher, 132, 1)
 
 
 def test_products_have_legal_ways_that_are_checked() -> None:
@@ -51,7 +53,7 @@ def test_products_have_legal_ways_that_are_checked() -> None:
     for product in made.products([SPEC, replace(SPEC, name="b")], {}, Shard(), (1, 16, 100)):
         seen.append(product.name)
         rows = int(product.name.split(", ")[2].split()[0])
-        untuned = launcher.cut_of(rows, 192, 256, 128)
+        before = launcher.cut_of(rows, 192, 256, 128)
         for index, calls in enumerate(product.ways.values()):
             launcher.asked.clear()
             for call in calls:
@@ -62,7 +64,7 @@ def test_products_have_legal_ways_that_are_checked() -> None:
             assert illegal(cuts[0], Place(outputs=192, inputs=256, group=128, rows=rows), (9, 0)) is None
             assert product.is_right() == (not launcher.wrong(cuts[0]))
             assert not product.is_right(), "nothing was written since"
-            assert index or cuts[0] == untuned, "what is taken without a table comes first"
+            assert index or cuts[0] == before, "what is taken so far comes first"
         assert len(product.ways) > 3
     assert seen == [f"192 x 256, groups of 128, {rows} rows" for rows in (1, 16, 100)], "each shape once"
 
@@ -90,9 +92,12 @@ def test_the_table_is_read_again(tmp_path: Path) -> None:
         assert quantizer._launcher.cut_of(rows, 192, 256, 128) == best[name][chosen[name][0]]
 
 
-def test_rows_without_a_choice_are_refused() -> None:
+def test_rows_without_a_choice_are_refused_or_left_out() -> None:
     with pytest.raises(ConfigError, match="products of 1024 rows have no cut with groups of 128"):
         next(tuner(Launcher()).products([SPEC], {}, Shard(), (16, 1024)))
+    for group, most in ((128, 512), (32, 256)):
+        names = [product.name for product in tuner(Launcher(), group).products([SPEC], {}, Shard(), None)]
+        assert names == [f"192 x 256, groups of {group}, {1 << n} rows" for n in range(most.bit_length())]
 
 
 def test_shapes_are_those_of_what_is_rounded() -> None:

@@ -33,6 +33,7 @@ def tune(
     if model is not None:
         values["model"] = model
     report = run(load_config(values, overrides or ()), out, rows=rows, say=lambda line: print(line, file=sys.stderr))
-    gained = sum(one.microseconds_before for one in report.found) / sum(one.microseconds for one in report.found) - 1
+    pairs = [(one.microseconds, one.microseconds_before) for one in report.found if one.microseconds_before is not None]
+    gained = sum(before for _, before in pairs) / sum(now for now, _ in pairs) - 1 if pairs else 0.0
     line = f"{len(report.found)} products of {report.quantizer} on {report.device}, {gained:.1%} faster in all: {out}"
     emit(msgspec.to_builtins(report), line, as_json=as_json)

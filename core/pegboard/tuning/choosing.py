@@ -33,8 +33,8 @@ class TunedWay(msgspec.Struct, frozen=True, kw_only=True):
     product: str
     way: str
     microseconds: float
-    #: Of the way that is taken so far.
-    microseconds_before: float
+    #: Of the way that is taken so far; None: it gives a wrong result here.
+    microseconds_before: float | None
     #: How many ways there are.
     ways: int
 
@@ -116,15 +116,15 @@ def _fastest(product: TunedProduct, meter: Meter, say: Callable[[str], None]) ->
             say(f"{product.name}: {way} gives a wrong result here and is left out")
     if not brief:
         raise PluginError(f"{product.name}: none of {len(product.ways)} ways gives the right result")
-    before = next(iter(brief))
+    before = next(iter(product.ways))
     again = {before, *sorted(brief, key=brief.__getitem__)[:_FINALISTS]}
     long = {way: meter.microseconds(product.ways[way], _LONG) for way in brief if way in again}
     best = min(long, key=long.__getitem__)
-    say(f"{product.name}: {long[best]:.2f} us with {best}, {long[before]:.2f} before")
+    say(f"{product.name}: {long[best]:.2f} us with {best}" + (f", {long[before]:.2f} before" if before in long else ""))
     return TunedWay(
         product=product.name,
         way=best,
         microseconds=long[best],
-        microseconds_before=long[before],
+        microseconds_before=long.get(before),
         ways=len(product.ways),
     )

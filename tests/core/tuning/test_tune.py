@@ -121,6 +121,8 @@ def test_wrong_ways_are_left_out(tiny_path: Path, tmp_path: Path) -> None:
     report = Workshop(seconds, wrong=["wrong"]).tune(tiny_path, tmp_path / "t.json", rows=(1,), say=said.append)
     assert report.found[0].way == "usual"
     assert "1 rows: wrong gives a wrong result here and is left out" in said
+    (one,) = Workshop(seconds, wrong=["usual"]).tune(tiny_path, tmp_path / "t.json", rows=(1,)).found
+    assert (one.way, one.microseconds_before) == ("wrong", None), "what was taken so far was wrong"
     with pytest.raises(PluginError, match="none of 2 ways gives the right result"):
         Workshop(seconds, wrong=["wrong", "usual"]).tune(tiny_path, tmp_path / "other.json", rows=(1,))
     assert not (tmp_path / "other.json").exists()

@@ -17,8 +17,10 @@ import torch
 from gpu_timing import copies_for, microseconds, print_table, relative_error, write_results
 from torch.nn.functional import linear
 
+from pegboard.devices import device_facts
 from pegboard_quant.int4.launching import Int4Launcher
 from pegboard_quant.int4.layout import tile
+from pegboard_quant.int4.tables import cuts_for
 from pegboard_quant.packed.rounding import round_to_nearest
 from pegboard_quant.packed.weight import dense
 
@@ -37,7 +39,7 @@ RECORDED = {
 
 def run() -> list[dict[str, Any]]:
     mm = torch.ops.aten._weight_int4pack_mm
-    launcher = Int4Launcher(torch.cuda.get_device_capability())
+    launcher = Int4Launcher(torch.cuda.get_device_capability(), cuts_for(device_facts("cuda"), None))
     found = []
     for place, (outputs, inputs) in enumerate(SHAPES):
         weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02

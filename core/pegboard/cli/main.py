@@ -21,6 +21,7 @@ _COMMANDS: Final = {
     "compare": ("pegboard.cli.compare:compare", "Where two configs part: numbers, tokens, speed."),
     "bench": ("pegboard.cli.bench:app", "Measure speed."),
     "quantize": ("pegboard.cli.quantize:quantize", "Write a checkpoint of fewer bits."),
+    "tune": ("pegboard.cli.tune:tune", "Measure a quantizer's kernels on this device, for a table."),
     "train-heads": ("pegboard.cli.train_heads:train_heads", "Train heads that draft for a model."),
     "models": ("pegboard.cli.models:app", "List and fetch models."),
     "plugins": ("pegboard.cli.plugins:app", "List, explain, check, lock and start plugins."),

@@ -6,7 +6,7 @@ Letters: T tokens, I input features, O output features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
@@ -156,3 +156,31 @@ class WeightWriter(ABC):
     def scales(self, weight: Tensor, statistics: LinearStatistics) -> Tensor:
         """[I]: what the columns of a weight [O, I] are to be multiplied with; only asked where it `folds`."""
         raise NotImplementedError(f"{type(self).__name__} folds no scales")
+
+
+class TunedProduct(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a part's kernels compute in several ways, one of which is the fastest on a device."""
+
+    #: For people, and unlike those of other products: "4096 x 14336, groups of 128, 16 rows".
+    name: str
+    #: Way -> calls that all do the same on other memory, so much of it that no cache holds it when the first comes
+    #: again. The first way is the one taken without a table. A call only launches: it waits for nothing.
+    ways: Mapping[str, Sequence[Callable[[], object]]]
+    #: Whether what the last call gave is right; waits for it.
+    is_right: Callable[[], bool]
+
+
+class KernelTuner(ABC):
+    """Knows in which ways a part's kernels may run, for `pegboard tune`, which measures them. A quantizer part that can
+    has a class method `tuner(need, options) -> KernelTuner`, and ConfigError where its kernels don't run."""
+
+    @abstractmethod
+    def products(
+        self, linears: Sequence[LinearSpec], stored: Mapping[str, TensorInfo], shard: Shard, rows: Sequence[int]
+    ) -> Iterator[TunedProduct]:
+        """Those of these linears with so many rows, each once. One is held at a time: they have memory on the device.
+        ConfigError: no kernel has a choice with so many rows."""
+
+    @abstractmethod
+    def table(self, chosen: Mapping[str, tuple[str, float]]) -> Mapping[str, Any]:
+        """What an option of the part reads, as plain data, of the way chosen for each product and its microseconds."""

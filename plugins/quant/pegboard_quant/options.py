@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -27,8 +28,17 @@ class Int8CpuOptions(BaseModel):
     prefill: Literal["int8", "float32"] = "int8"
 
 
+class PackedOptions(BaseModel):
+    """Options of the parts `awq`, `gptq` and `compressed-tensors`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: A file that `pegboard tune` wrote on such a device; None: the shipped table, or rules.
+    table: Path | None = None
+
+
 class RoundingOptions(BaseModel):
-    """Options of the part `int4`."""
+    """What the parts `int4` and `int8` have in common."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,6 +48,13 @@ class RoundingOptions(BaseModel):
     symmetric: bool = False
     #: Modules that stay dense, by whole components of their names ("lm_head", "mlp", "layers.0").
     skip: tuple[str, ...] = ("lm_head",)
+
+
+class Rounding4Options(RoundingOptions):
+    """Options of the part `int4`."""
+
+    #: A file that `pegboard tune` wrote on such a device; None: the shipped table, or rules.
+    table: Path | None = None
 
 
 class Rounding8Options(RoundingOptions):

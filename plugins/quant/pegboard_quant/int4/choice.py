@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pegboard.contracts.quantizer import QuantizerNeed
+from pegboard.errors import ConfigError
 
 from ..packed.weight import PackedWeight
 from .layout import TILE
+from .tables import cuts_for, load_table
 
 if TYPE_CHECKING:
     from .launching import Int4Launcher
+    from .tuning import Int4Tuner, Shapes
 
 
 def kernel_refusal(need: QuantizerNeed) -> str | None:
@@ -40,10 +44,39 @@ def serves_weight(weight: PackedWeight) -> bool:
     return serves(weight.bits, weight.in_features, weight.group, weight.scales.itemsize)
 
 
-def new_launcher(need: QuantizerNeed) -> Int4Launcher | None:
-    """An `Int4Launcher`, or None where there is a `kernel_refusal`."""
+def table_refusals(need: QuantizerNeed, table: Path | None) -> list[str]:
+    """Why such a table of cuts can't be used."""
+    if table is None:
+        return []
+    refusal = kernel_refusal(need)
+    if refusal is not None:
+        return [f"table: {refusal}; leave it out"]
+    try:
+        load_table(table, need.device)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def new_launcher(need: QuantizerNeed, table: Path | None = None) -> Int4Launcher | None:
+    """An `Int4Launcher`, or None where there is a `kernel_refusal`. ConfigError: the table can't be used."""
     if kernel_refusal(need) is not None:
         return None
     from .launching import Int4Launcher
 
-    return Int4Launcher(need.device.capability or (0, 0))
+    return Int4Launcher(need.device.capability or (0, 0), cuts_for(need.device, table))
+
+
+def new_tuner(need: QuantizerNeed, table: Path | None, shapes: Shapes) -> Int4Tuner:
+    """ConfigError: there is a `kernel_refusal`, or the table that would be taken else can't be used."""
+    refusal = kernel_refusal(need)
+    if refusal is not None:
+        raise ConfigError(f"{refusal}: nothing is there to tune")
+    import torch
+
+    from .launching import Int4Launcher
+    from .tuning import Int4Tuner
+
+    launcher = Int4Launcher(need.device.capability or (0, 0), cuts_for(need.device, table))
+    processors = torch.cuda.get_device_properties(need.device.index).multi_processor_count
+    return Int4Tuner(need, shapes, launcher, processors)

@@ -1,9 +1,10 @@
-"""How the work of a product is cut: as measured on an H200 with groups of 128, or by the rules that this suggests."""
+"""How the work of a product is cut where no table says so: rules that fit what was measured on an H200."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from .layout import LEAST_ROWS, TILE
 
@@ -19,8 +20,7 @@ _PROGRAMS: Final = 440
 _PROCESSORS: Final = 132
 
 
-@dataclass(frozen=True)
-class HeldCut:
+class HeldCut(msgspec.Struct, frozen=True, tag="held", forbid_unknown_fields=True):
     """Outputs that a program makes, warps that share its inputs, and tiles that each of them asks for before x."""
 
     block_n: int
@@ -28,23 +28,15 @@ class HeldCut:
     ahead: int
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True):
     """Outputs and rows that a program takes, programs that share each sum, and tiles that are asked for ahead."""
 
     block_n: int
     block_m: int
     split: int
     stages: int
-
-
-#: (outputs, inputs) -> up to so many rows: the cut but for its rows.
-_MEASURED: Final = {
-    (6144, 4096): {16: (128, 8, 4), 64: (64, 4, 3)},
-    (4096, 4096): {16: (64, 8, 6), 64: (128, 4, 3)},
-    (28672, 4096): {16: (128, 1, 6), 64: (128, 1, 3)},
-    (4096, 14336): {16: (64, 8, 6), 64: (128, 8, 3)},
-}
+    #: `multiply_many` takes up to `FEW_ROWS` rows, too. More are always its own.
+    overlapped: bool = False
 
 
 def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
@@ -71,9 +63,6 @@ def rows_cut(rows: int, outputs: int, inputs: int, group: int, *, wide: bool) ->
     registers beside the weight; 128 outputs of short groups neither."""
     block_m = min(64 if wide else 32, max(16, _power_of_two(rows)))
     wide &= group >= TILE
-    for most, (block_n, split, stages) in _MEASURED.get((outputs, inputs), {}).items():
-        if wide and rows <= most:
-            return Cut(block_n, block_m, split, stages)
     block_n = 128 if wide and outputs >= 8192 else 64
     programs = -(-outputs // block_n)
     split = 1 if rows > block_m else max(1, min(_PROGRAMS // programs, -(-inputs // TILE) // 4, 16))

@@ -17,6 +17,7 @@ from .held import multiply_held
 from .kernels import dequantise_tiles, multiply_rows
 from .layout import TILE, TiledWeight
 from .many import multiply_many
+from .tables import Cuts
 
 #: Rows from which the weight is dequantised once and cuBLAS multiplies: with `multiply_many`, and without it.
 DENSE_ROWS: Final = 1024
@@ -27,10 +28,12 @@ _LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=1
 
 
 class Int4Launcher:
-    """What the launches on one device have in common. `interpreted`: for Triton's interpreter, on any device."""
+    """What the launches on one device have in common. `cuts` were measured there, rules stand for those that were not;
+    `interpreted`: for Triton's interpreter, on any device."""
 
-    def __init__(self, capability: tuple[int, int], *, interpreted: bool = False) -> None:
+    def __init__(self, capability: tuple[int, int], cuts: Cuts | None = None, *, interpreted: bool = False) -> None:
         self.interpreted = interpreted
+        self._cuts = cuts or Cuts(())
         self._hopper = capability[0] == 9 and not interpreted
         self._wide = capability >= (9, 0)
         self.pdl = capability >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait") and not interpreted
@@ -63,6 +66,9 @@ class Int4Launcher:
         many = self._hopper and group >= TILE and inputs % 8 == 0
         if rows >= (DENSE_ROWS if many else _DENSE_ROWS_ELSE):
             return None
+        measured = self._cuts.cut(max(1, rows), outputs, inputs, group)
+        if measured is not None:
+            return measured
         if self._hopper and group >= TILE and rows <= HELD_ROWS:
             held = held_cut(max(1, rows), outputs, inputs)
             if held is not None:
@@ -104,7 +110,7 @@ class Int4Launcher:
             partial = torch.empty(size, dtype=torch.float32, device=x.device)
         copied = self._hopper and inputs % 8 == 0 and x.data_ptr() % 16 == 0
         shape, strides, box = [rows, inputs], [inputs, 1], [cut.block_m, TILE]
-        if cut.block_m > FEW_ROWS:
+        if cut.overlapped or cut.block_m > FEW_ROWS:
             multiply_many[(row_blocks, blocks, split)](
                 weight.words, weight.steps, SharedDescriptor(x if copied else x.clone(), shape, strides, box, _LAYOUT),
                 bias, out, partial, weight.counters, rows, outputs, padded, out.stride(0), tiles, each, group_tiles,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -14,10 +15,10 @@ from pegboard.errors import CheckpointError
 from pegboard.linears import input_part, output_parts, read_dense, scheme_refusals, shape_of, stored_names
 
 from ..dense import DenseQuantizer
-from ..int4.choice import new_launcher, serves, serves_weight
-from ..int4.layout import TiledWeight, tile, tiled_bytes
+from ..int4.choice import new_launcher, new_tuner, serves, serves_weight, table_refusals
+from ..int4.layout import TiledWeight, groups_of, tile, tiled_bytes
 from ..linears import ShardLinear
-from ..options import DenseOptions, RoundingOptions
+from ..options import DenseOptions, Rounding4Options, RoundingOptions
 from .codes import row_bytes
 from .linear import GroupLinear, PackedParts, Pieces
 from .quantizers import path_notes, path_refusals
@@ -25,6 +26,9 @@ from .rounding import round_to_nearest, scale_dtype
 from .scheme import skips
 from .weight import PackedWeight
 from .writing import PackQuantizedWriter
+
+if TYPE_CHECKING:
+    from ..int4.tuning import Int4Tuner
 
 
 class RoundingQuantizer(Quantizer):
@@ -36,13 +40,13 @@ class RoundingQuantizer(Quantizer):
         self._options = options
         self._need = need
         self._dtype = need.dtype
-        self._launcher = new_launcher(need)
+        self._launcher = new_launcher(need, _table(options))
         self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
         self._dense = DenseQuantizer.create(need, DenseOptions())
 
     @classmethod
     def refusals(cls, need: QuantizerNeed, options: RoundingOptions) -> Sequence[str]:
-        return path_refusals(need) + scheme_refusals(need)
+        return path_refusals(need) + scheme_refusals(need) + table_refusals(need, _table(options))
 
     @classmethod
     def create(cls, need: QuantizerNeed, options: RoundingOptions) -> Self:
@@ -122,8 +126,27 @@ class RoundingQuantizer(Quantizer):
         return runs
 
 
+def _table(options: RoundingOptions) -> Path | None:
+    return options.table if isinstance(options, Rounding4Options) else None
+
+
 class Int4Quantizer(RoundingQuantizer):
     bits = 4
+
+    @classmethod
+    def tuner(cls, need: QuantizerNeed, options: Rounding4Options) -> Int4Tuner:
+        """For `pegboard tune`. ConfigError: the kernels don't run here."""
+        return new_tuner(need, options.table, cls.create(need, options).kernel_shapes)
+
+    def kernel_shapes(
+        self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard
+    ) -> list[tuple[int, int, int]]:
+        """(outputs, inputs, columns a group) of what the kernels multiply."""
+        _, columns = input_part(spec, shard)
+        group = columns if self._options.group == -1 else self._options.group
+        if not serves(self.bits, columns, group, scale_dtype(self.bits).itemsize):
+            return []
+        return [(rows, columns, groups_of(columns, group)[0]) for rounds, rows in self._runs(spec, shard) if rounds]
 
 
 class Int8Quantizer(RoundingQuantizer):

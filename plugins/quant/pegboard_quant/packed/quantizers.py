@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
@@ -13,16 +13,19 @@ from pegboard.errors import ConfigError
 from pegboard.linears import shape_of
 
 from ..dense import DenseQuantizer
-from ..int4.choice import kernel_refusal, new_launcher
+from ..int4.choice import kernel_refusal, new_launcher, new_tuner, table_refusals
 from ..linears import ShardLinear
-from ..options import DenseOptions
+from ..options import DenseOptions, PackedOptions
 from .awq import awq_scheme
 from .compressed_tensors import compressed_tensors_scheme
 from .gptq import gptq_scheme
 from .layout import Layout
 from .linear import GroupLinear
-from .reading import expected, packed_bytes, read_packed
+from .reading import expected, kernel_shapes, packed_bytes, read_packed
 from .scheme import Scheme
+
+if TYPE_CHECKING:
+    from ..int4.tuning import Int4Tuner
 
 
 def path_refusals(need: QuantizerNeed) -> list[str]:
@@ -55,11 +58,11 @@ def path_notes(need: QuantizerNeed) -> list[str]:
 class PackedQuantizer(Quantizer):
     """What is stored packed stays packed; modules that the scheme skips, and those that are stored dense, are dense."""
 
-    def __init__(self, need: QuantizerNeed, scheme: Scheme) -> None:
+    def __init__(self, need: QuantizerNeed, scheme: Scheme, options: PackedOptions) -> None:
         self._scheme = scheme
         self._need = need
         self._dtype = need.dtype
-        self._launcher = new_launcher(need)
+        self._launcher = new_launcher(need, options.table)
         self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
         self._dense = DenseQuantizer.create(need, DenseOptions())
 
@@ -69,8 +72,8 @@ class PackedQuantizer(Quantizer):
         """ConfigError: what can't be read, and what would be right."""
 
     @classmethod
-    def refusals(cls, need: QuantizerNeed, options: None) -> Sequence[str]:
-        reasons = path_refusals(need)
+    def refusals(cls, need: QuantizerNeed, options: PackedOptions | None) -> Sequence[str]:
+        reasons = path_refusals(need) + table_refusals(need, None if options is None else options.table)
         try:
             cls.scheme(need.scheme)
         except ConfigError as error:
@@ -78,8 +81,13 @@ class PackedQuantizer(Quantizer):
         return reasons
 
     @classmethod
-    def create(cls, need: QuantizerNeed, options: None) -> Self:
-        return cls(need, cls.scheme(need.scheme))
+    def create(cls, need: QuantizerNeed, options: PackedOptions | None) -> Self:
+        return cls(need, cls.scheme(need.scheme), options or PackedOptions())
+
+    @classmethod
+    def tuner(cls, need: QuantizerNeed, options: PackedOptions) -> Int4Tuner:
+        """For `pegboard tune`. ConfigError: the kernels don't run here."""
+        return new_tuner(need, options.table, cls.create(need, options).kernel_shapes)
 
     def notes(self) -> Sequence[str]:
         return path_notes(self._need)
@@ -98,6 +106,12 @@ class PackedQuantizer(Quantizer):
         bias = rows * element_bytes(self._dtype) if spec.bias else 0
         table = rows * columns * element_bytes(self._dtype) if spec.tied else 0
         return packed_bytes(spec, layouts, stored, shard, self._dtype, tiled=self._tiled) + bias + table
+
+    def kernel_shapes(
+        self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard
+    ) -> list[tuple[int, int, int]]:
+        """(outputs, inputs, columns a group) of what the kernels multiply."""
+        return kernel_shapes(spec, self._layouts(spec, stored), stored, shard)
 
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> ShardLinear:
         layouts = self._layouts(spec, checkpoint.tensors())

@@ -15,7 +15,7 @@ from pegboard.errors import CheckpointError
 from pegboard.linears import input_part, output_parts, reduction
 
 from ..int4.choice import serves, serves_weight
-from ..int4.layout import TILE, TiledWeight, tile, tiled_bytes
+from ..int4.layout import TILE, TiledWeight, groups_of, tile, tiled_bytes
 from .codes import pack, row_bytes, unpack
 from .layout import Expected, Layout, SourceWeight, problems_of
 from .linear import PackedParts, Pieces
@@ -97,8 +97,7 @@ def packed_bytes(
         if layout is None:
             total += rows * columns * element_bytes(dtype)
             continue
-        info = stored.get(f"{source}.{layout.scales_name}")
-        scale = ELEMENT_BYTES.get(info.storage, 2) if info is not None else 2  # missing: refused when it is read
+        scale = _scale_bytes(source, layout, stored)
         total += held_bytes(layout, spec.in_features, rows, (column, columns), scale, tiled=tiled)
     return total
 
@@ -108,11 +107,40 @@ def held_bytes(
 ) -> int:
     """Bytes of the record of so many rows and this part of the columns, with scales of so many bytes."""
     first, last, runs = _groups(layout, in_features, part)
-    size, ordered = layout.columns_a_group(in_features), layout.ordered
-    if tiled and (runs or (ordered and part[1] == in_features)) and serves(layout.bits, part[1], size, scale):
-        return tiled_bytes(rows, part[1], size, ordered=ordered)
+    size = layout.columns_a_group(in_features)
+    if tiled and _is_tiled(layout, in_features, part, scale):
+        return tiled_bytes(rows, part[1], size, ordered=layout.ordered)
     numbers = rows * (last - first) * (scale + (1 if layout.zeros else 0))
     return rows * row_bytes(part[1], layout.bits) + numbers + (0 if runs else part[1] * torch.int32.itemsize)
+
+
+def kernel_shapes(
+    spec: LinearSpec, layouts: Sequence[Layout | None], stored: Mapping[str, TensorInfo], shard: Shard
+) -> list[tuple[int, int, int]]:
+    """(outputs, inputs, columns a group as the kernels see it) of what `read_packed` tiles."""
+    part = input_part(spec, shard)
+    shapes: list[tuple[int, int, int]] = []
+    last: Layout | None = None
+    for source, layout, (_, rows) in zip(spec.sources, layouts, output_parts(spec, shard), strict=True):
+        if layout is None or not _is_tiled(layout, spec.in_features, part, _scale_bytes(source, layout, stored)):
+            last = None
+            continue
+        if layout == last and not layout.ordered and shapes[-1][0] % TILE == 0:
+            rows += shapes.pop()[0]
+        shapes.append((rows, part[1], groups_of(part[1], layout.columns_a_group(spec.in_features))[0]))
+        last = layout
+    return shapes
+
+
+def _scale_bytes(source: str, layout: Layout, stored: Mapping[str, TensorInfo]) -> int:
+    info = stored.get(f"{source}.{layout.scales_name}")
+    return ELEMENT_BYTES.get(info.storage, 2) if info is not None else 2  # missing: refused when it is read
+
+
+def _is_tiled(layout: Layout, in_features: int, part: tuple[int, int], scale: int) -> bool:
+    """Whether the kernels read this part of the columns."""
+    runs = _groups(layout, in_features, part)[2] or (layout.ordered and part[1] == in_features)
+    return runs and serves(layout.bits, part[1], layout.columns_a_group(in_features), scale)
 
 
 def _groups(layout: Layout, in_features: int, part: tuple[int, int]) -> tuple[int, int, bool]:

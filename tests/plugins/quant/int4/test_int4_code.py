@@ -106,6 +106,16 @@ def test_a_tile_is_unpacked_while_another_is_multiplied(
         assert not overwritten(found.code), "the left operand is read until the product is waited for"
 
 
+def test_a_few_rows_may_be_multiplied_so(compile_for: Callable[..., Any]) -> None:
+    with compile_for(90) as made:
+        for cut in (Cut(128, 16, 4, 3, True), Cut(128, 64, 1, 3, True)):
+            products(made, 90, cut.block_m, 128, torch.bfloat16, cut)
+    for found in made:
+        assert found.kernel == "multiply_many"
+        assert found.stack == 0
+        assert not overwritten(found.code)
+
+
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Za-z0-9._]+)\s*([^;]*);", re.MULTILINE)
 
 

@@ -211,6 +211,19 @@ def test_many_rows_in_blocks_and_parts(block_n: int, block_m: int, split: int) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize("split", [1, 3])
+def test_few_rows_with_the_next_tile_unpacked_meanwhile(block_n: int, block_m: int, split: int) -> None:
+    from pegboard_quant.int4.cuts import Cut
+
+    weight = weight_of(1032, 4096 + 384, 128, zeros=True, scale=torch.bfloat16)
+    for rows in (block_m - 11, block_m):
+        for dtype in FLOATS:
+            assert_right(weight, rows, dtype, bias=True, cut=Cut(block_n, block_m, split, 3, True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 16, 33, 64, 128, 256])
 @pytest.mark.parametrize("group", [32, 128])
 def test_graphs_repeat_bit_for_bit(rows: int, group: int) -> None:

@@ -14,6 +14,7 @@ from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
 from pegboard.errors import CheckpointError
 from pegboard.testing.oracles import packed as written
 from pegboard.testing.oracles.checkpoints import MemoryCheckpoint
+from pegboard_quant.int4.layout import TiledWeight
 from pegboard_quant.packed.linear import GroupLinear
 from pegboard_quant.packed.quantizers import (
     AwqQuantizer,
@@ -21,6 +22,7 @@ from pegboard_quant.packed.quantizers import (
     GptqQuantizer,
     PackedQuantizer,
 )
+from pegboard_quant.packed.reading import read_packed
 from pegboard_quant.packed.weight import PackedWeight, dense
 
 
@@ -95,6 +97,40 @@ def test_gptq(columns: int, group: int, bits: int, version: int, indexed: bool) 
     config = gptq_config(group, bits, checkpoint_format="gptq" if version == 1 else "gptq_v2")
     found = read(quantizer(GptqQuantizer, config), tensors, 16, columns)
     assert torch.equal(dense(found).double(), written.meant(codes, zeros, scales, runs))
+
+
+@pytest.mark.parametrize("kind", [AwqQuantizer, GptqQuantizer])
+@pytest.mark.parametrize("partition", ["output", "input"])
+@pytest.mark.parametrize(
+    ("bits", "ordered", "outputs"), [(4, False, (256, 80, 64)), (4, True, (256, 64)), (8, False, (64,))]
+)
+def test_shapes_of_kernels_are_those_of_what_is_tiled(
+    kind: type[PackedQuantizer], partition: Any, bits: int, ordered: bool, outputs: tuple[int, ...]
+) -> None:
+    """Sources of whole tiles are one product with the next, orders of columns part them, and 8 bits have no kernel."""
+    if kind is AwqQuantizer and (bits == 8 or ordered):
+        pytest.skip("AWQ has neither")
+    tensors: dict[str, Tensor] = {}
+    for index, rows in enumerate(outputs):
+        codes, zeros, scales = made(rows, 256, 64, bits, seed=index)
+        if kind is AwqQuantizer:
+            stored = written.awq(codes, zeros, scales)
+        else:
+            shuffled = torch.randperm(256, generator=torch.Generator().manual_seed(index))
+            group_of = written.runs(256, 64)
+            stored = written.gptq(codes, zeros, scales, bits, 2, group_of[shuffled] if ordered else group_of)
+        tensors |= {f"s{index}.{suffix}": tensor for suffix, tensor in stored.items()}
+    sources = tuple(f"s{index}" for index in range(len(outputs)))
+    spec = LinearSpec(name="m", sources=sources, in_features=256, out_features=outputs, partition=partition, unit=8)
+    config = awq_config(64) if kind is AwqQuantizer else gptq_config(64, bits, desc_act=ordered)
+    checkpoint, quantized = MemoryCheckpoint(tensors), quantizer(kind, config)
+    for shard in (Shard(), Shard(rank=1, size=2, all_reduce=lambda x: x)):
+        layouts = quantized._layouts(spec, checkpoint.tensors())
+        parts = read_packed(spec, layouts, checkpoint, shard, "float32", "cpu", tiled=True)
+        tiled = [piece for piece in parts.weight.pieces if isinstance(piece, TiledWeight)]
+        found = quantized.kernel_shapes(spec, checkpoint.tensors(), shard)
+        assert found == [(*piece.shape, piece.group) for piece in tiled]
+        assert bool(found) == (bits == 4 and not (ordered and partition == "input" and shard.size == 2))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -1,0 +1,97 @@
+"""Which cuts a device can run, and which of them are worth a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Final
+
+import msgspec
+
+from .cuts import FEW_ROWS, HELD_ROWS, Cut, HeldCut
+from .layout import LEAST_ROWS, TILE
+
+#: Bytes of shared memory that a program may use for all of x, and for the tiles in flight.
+_HELD_BYTES: Final = 160 << 10
+_STAGED_BYTES: Final = 192 << 10
+#: (overlapped, stages) of up to `FEW_ROWS` rows.
+_STAGED: Final = ((False, 3), (False, 4), (False, 6), (True, 3), (True, 6))
+#: Programs for each multiprocessor up to which sums are split.
+_MOST_PROGRAMS: Final = 6
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A product that a cut is for."""
+
+    outputs: int
+    inputs: int
+    #: As the kernels see it: 32, 64, or a multiple of 128.
+    group: int
+    #: It serves up to so many.
+    rows: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.inputs // TILE)
+
+
+def illegal(cut: HeldCut | Cut, place: Place, capability: tuple[int, int]) -> str | None:
+    """Why the kernels can't, or None."""
+    hopper, whole = capability[0] == 9, place.group >= TILE
+    if isinstance(cut, HeldCut):
+        if not hopper or not whole or place.rows > HELD_ROWS:
+            return f"held cuts are for Hopper, groups of 128 and more and up to {HELD_ROWS} rows"
+        turns = -(-place.tiles // max(1, cut.warps))
+        held = place.rows * turns * cut.warps * TILE * 2
+        if cut.block_n not in (16, 32) or cut.warps not in (1, 2, 4, 8, 16) or cut.warps > place.tiles:
+            return f"held cuts have a block_n of 16 or 32 and 1, 2, 4, 8 or 16 warps, up to {place.tiles} of them here"
+        if not 1 <= cut.ahead <= turns or held > _HELD_BYTES:
+            return f"ahead must be 1 to {turns} here, and x, of {held} bytes, no more than {_HELD_BYTES}"
+        return None
+    return _illegal_blocks(cut, place, capability)
+
+
+def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str | None:
+    hopper, wide, whole = capability[0] == 9, capability >= (9, 0), place.group >= TILE
+    if cut.overlapped or cut.block_m > FEW_ROWS:
+        if not hopper or not whole or place.inputs % 8:
+            return (
+                "more than 64 rows a program, or overlapped: only on Hopper, with groups of 128 and more, inputs of 8"
+            )
+        blocks_n, blocks_m, tile_bytes = [64, 128], [16, 32, 64, 128, 256], cut.block_m * TILE * 2
+    else:
+        blocks_n = [64, 128] if wide and whole else [64]
+        blocks_m = [16, 32, 64] if wide else [16, 32]
+        tile_bytes = cut.block_n * TILE // 2 + cut.block_m * TILE * 2
+    if cut.block_n not in blocks_n or cut.block_m not in blocks_m:
+        return f"block_n must be one of {_listed(blocks_n)}, block_m one of {_listed(blocks_m)} here"
+    if not 2 <= cut.stages <= 6 or cut.stages * tile_bytes > _STAGED_BYTES:
+        return "stages must be 2 to 6, with no more than 192 KiB of tiles in flight"
+    counters = -(-place.outputs // TILE) * TILE // LEAST_ROWS
+    parts = -(-place.outputs // cut.block_n) * -(-place.rows // cut.block_m)
+    if not 1 <= cut.split <= min(16, place.tiles) or (cut.split > 1 and parts > counters):
+        return f"split must be 1 to {min(16, place.tiles)} here, and 1 where there are more than {counters} sums"
+    return None
+
+
+def candidates(place: Place, capability: tuple[int, int], processors: int) -> Iterator[HeldCut | Cut]:
+    """Legal cuts, in a fixed order, for a device of so many multiprocessors."""
+    if place.rows <= HELD_ROWS:
+        for held in (HeldCut(*fields) for fields in product((16, 32), (4, 8, 16), (1, 2, 4))):
+            if illegal(held, place, capability) is None:
+                yield held
+    many = capability[0] == 9 and place.group >= TILE and place.inputs % 8 == 0
+    most = 256 if many else 64 if capability >= (9, 0) else 32
+    block_m = min(1 << max(4, (place.rows - 1).bit_length()), most)
+    for block_n, split in product((64, 128), (1, 2, 4, 6, 8, 16)):
+        programs = -(-place.outputs // block_n) * -(-place.rows // block_m) * split
+        if split > 1 and programs > _MOST_PROGRAMS * processors:
+            continue
+        for overlapped, stages in _STAGED if block_m <= FEW_ROWS else ((False, 3),):
+            cut = Cut(block_n, block_m, split, stages, overlapped)
+            if illegal(cut, place, capability) is None:
+                yield cut
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

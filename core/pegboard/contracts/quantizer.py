@@ -70,6 +70,15 @@ class Linear(Protocol):
     def weight_bytes(self) -> int: ...
 
 
+class AddingLinear(Linear, Protocol):
+    """A packed linear whose kernels add a residual as they store their result: `Ops` call it where there is one."""
+
+    def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual [T, O] + y of x [T, I], in x's dtype. `residual` shares no memory with x and is given away: the
+        result may be written into it."""
+        ...
+
+
 class QuantizerNeed(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceFacts
     #: dtype of activations

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from ..contracts.quantizer import Linear, LinearSpec, Quantizer, Shard
+from ..contracts.quantizer import AddingLinear, Linear, LinearSpec, Quantizer, Shard
 from ..dtypes import element_bytes, torch_dtype
 from ..errors import CheckpointError
 from .conformance import Candidate, check, no_synchronisation, normal, same_bits, unchanged
@@ -176,6 +176,21 @@ class QuantizerSuite(QuantizerBench, standard=True):
             again = linear(x)
         check(same_bits(again, given), "what the caller added to a result came back with the next one")
         check(same_bits(found, given + 1), "a result changed when the linear was called again")
+
+    def test_a_residual_is_added(self, candidate: Candidate, dtype: str, count: int) -> None:
+        """Where a linear has `add_to`."""
+        for spec in (self.single(), self.fused()):
+            checkpoint, weight, bias = self.checkpoint(spec)
+            linear = self.make(candidate, dtype).linear(spec, checkpoint, Shard())
+            if not hasattr(linear, "add_to"):
+                pytest.skip("its linears have no add_to")
+            x = self.inputs(count, dtype)
+            residual = normal(count, linear.out_features, seed=7).to(x.device, x.dtype)
+            with unchanged(x=x, bias=linear.bias):
+                found = cast("AddingLinear", linear).add_to(x, residual.clone())
+            check(found.dtype == x.dtype, f"x is {x.dtype}, the result {found.dtype}")
+            added = residual.cpu().double() + (0 if bias is None else bias)
+            self.hold(found, x, weight, added, dtype, f"{count} rows with a residual")
 
     def test_strided_x(self, candidate: Candidate, dtype: str) -> None:
         spec = self.single()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 
 from pegboard.contracts.attention import KVLayout, LayerCache
 from pegboard.contracts.ops import Activation, Located, Norm, OpsNeed, Rope, SlotTables
-from pegboard.contracts.quantizer import Linear
+from pegboard.contracts.quantizer import AddingLinear, Linear
 from pegboard.ops import TorchOps, as_indexable, check_width
 
 from .embedding import launch_embed
@@ -104,6 +104,8 @@ class TritonOps(TorchOps):
                 return launch_few(x, weight, linear.bias, activation, residual, splits, self._launcher)
         if weight is not None and residual is not None and activation is None and linear.bias is None:
             return added(x, weight, residual)
+        if residual is not None and activation is None and hasattr(linear, "add_to"):
+            return cast("AddingLinear", linear).add_to(x, residual)
         out = linear(x)
         if activation is not None:
             out = self.gated(out, activation)

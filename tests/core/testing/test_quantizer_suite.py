@@ -181,6 +181,14 @@ class ScalesInPlace(Reference):
     made = Linear
 
 
+class AddsNoBias(Reference):
+    class Linear(Plain):
+        def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
+            return residual.add_(self.multiply(x, None))
+
+    made = Linear
+
+
 class KeepsItsResults(Reference):
     """One buffer a number of rows, given out again and again."""
 
@@ -339,6 +347,7 @@ BROKEN: list[tuple[type, set[str]]] = [
     (OneScaleForAll, {"test_rows_of_very_different_size", "test_a_broken_row_stays_alone"}),
     (DividesByZero, {"test_rows_of_very_different_size"}),
     (MixesRows, {"test_a_broken_row_stays_alone"}),
+    (AddsNoBias, {"test_a_residual_is_added"}),
     (KeepsItsResults, {"test_the_result_is_the_callers"}),
     (RemembersResults, {"test_the_result_is_the_callers"}),
     (ScalesInPlace, {"test_x_is_not_changed", "test_repeats_itself", "test_the_result_is_the_callers"}),

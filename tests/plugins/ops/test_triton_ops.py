@@ -243,6 +243,34 @@ def test_a_partial_sum_is_left_to_its_linear(ops: Any) -> None:
 
 
 @RUNS
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_packed_linear_adds_the_residual_itself(ops: Any, rows: int) -> None:
+    class Packed(DenseLinear):
+        added = 0
+
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__(weight)
+            self.hidden, self.weight = DenseLinear(weight), None
+
+        def __call__(self, x: Tensor) -> Tensor:
+            self.called += 1
+            return self.hidden(x)
+
+        def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
+            self.added += 1
+            return residual.add_(self.hidden(x))
+
+    linear = Packed(random(6, 64, seed=1))
+    x, residual, norm = random(rows, 64), random(rows, 6, seed=2), Norm(weight=random(64, seed=3), eps=1e-5)
+    right = exact(x, linear.hidden, norm, None, residual)
+    found = ops.project(x, linear, norm=norm, residual=residual)
+    assert (linear.added, linear.called) == (1, 0)
+    assert (found.double() - right).norm() / right.norm() < 3e-3
+    ops.project(x, linear, activation="silu", residual=random(rows, 3))
+    assert (linear.added, linear.called) == (1, 1), "not with an activation between them"
+
+
+@RUNS
 def test_batch_invariant_ops_fuse_nothing(ops: Any) -> None:
     from pegboard_ops.triton_ops import TritonOps
 

@@ -63,9 +63,10 @@ def _ask(words, steps, block, turn, NP, GROUP_TILES, TILES: gl.constexpr, BLOCK_
 def multiply_held(
     words, steps, x, bias, out, M, N, K, NP, OUT_STRIDE, GROUP_TILES,
     TILES: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
-    SCALE: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    SCALE: gl.constexpr, BIAS: gl.constexpr, ADDS: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """A program makes BLOCK_N outputs of ROWS rows, or fewer; its warps split the tiles of K and are added at the end.
+    """A program makes BLOCK_N outputs of ROWS rows, or fewer; its warps split the tiles of K and are added at the end,
+    with ADDS to what `out` holds.
 
     The words of AHEAD tiles a warp are asked for before the wait for x, the others as registers become free. Bytes:
     the weight once. Limit: streaming read."""
@@ -128,4 +129,7 @@ def multiply_held(
     if BIAS:
         y += gl.load(bias + y_n, mask=y_n < N, other=0.0).to(gl.float32)[:, None]
     there = (y_n < N)[:, None] & (y_m < M)[None, :] & (y_m < ROWS)[None, :]
-    gl.store(out + y_m[None, :].to(gl.int64) * OUT_STRIDE + y_n[:, None], y.to(out.dtype.element_ty), mask=there)
+    out_at = out + y_m[None, :].to(gl.int64) * OUT_STRIDE + y_n[:, None]
+    if ADDS:
+        y += gl.load(out_at, mask=there, other=0.0).to(gl.float32)
+    gl.store(out_at, y.to(out.dtype.element_ty), mask=there)

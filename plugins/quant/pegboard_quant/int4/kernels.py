@@ -74,8 +74,10 @@ def _finish(
     BM: tl.constexpr,
     SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """Stores the sum; of several parts, the program that comes last adds all of them in their order."""
+    """Stores the sum, with ADDS that with what `out` holds; of several parts, the program that comes last adds all of
+    them in their order."""
     part = tl.program_id(1)
     block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     mask = (m[None, :] < M) & (n[:, None] < N)
@@ -83,6 +85,8 @@ def _finish(
     if SPLIT == 1:
         if BIAS:
             total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if ADDS:
+            total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
     else:
         place = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
@@ -97,6 +101,8 @@ def _finish(
                 total += tl.load(at + i * size, cache_modifier=".cg")
             if BIAS:
                 total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            if ADDS:
+                total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
             tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
             tl.store(counters + block, 0)
 
@@ -105,8 +111,8 @@ def _finish(
 def multiply_rows(
     words, steps, x, bias, out, partial, counters, M, N, K, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
-    SHIFTED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+    SHIFTED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
     Words and x are staged in shared memory, several tiles ahead, x by bulk copies where
@@ -141,7 +147,7 @@ def multiply_rows(
             total += tl.dot(rounded, xs, input_precision="ieee")
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    _finish(total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN, BM, SPLIT, BIAS)
+    _finish(total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN, BM, SPLIT, BIAS, ADDS)
 
 
 @triton.jit

@@ -39,18 +39,26 @@ class Int4Launcher:
         self.pdl = capability >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait") and not interpreted
         self._options: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
 
-    def multiply(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> None:
-        """x [T, I] -> x W^T + bias into out [T, O], a row of which is contiguous. float16 or bfloat16, sums in float32.
-        Rows are independent of each other; another number of rows may be summed in another order."""
+    def multiply(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, *, adds: bool = False) -> None:
+        """x [T, I] -> x W^T + bias into out [T, O], a row of which is contiguous; `adds`: to what it holds, whose
+        memory x does not share. float16 or bfloat16, sums in float32. Rows are independent of each other; another
+        number of rows may be summed in another order."""
         if weight.order is not None:
             x = x.index_select(1, weight.order)
         rows, (outputs, inputs) = x.shape[0], weight.shape
         cut = self.cut_of(rows, outputs, inputs, weight.group)
         if cut is None:
             dense = self.dequantise(weight, x.dtype).T
-            torch.mm(x, dense, out=out) if bias is None else torch.addmm(bias, x, dense, out=out)
+            if adds:
+                out.addmm_(x, dense)
+                if bias is not None:
+                    out.add_(bias)
+            elif bias is None:
+                torch.mm(x, dense, out=out)
+            else:
+                torch.addmm(bias, x, dense, out=out)
         elif rows:
-            self.multiply_as(x, weight, bias, out, cut)
+            self.multiply_as(x, weight, bias, out, cut, adds=adds)
 
     def cut_of(self, rows: int, outputs: int, inputs: int, group: int) -> HeldCut | Cut | None:
         """How a product of so many rows is cut; None: the weight is dequantised once."""
@@ -69,13 +77,22 @@ class Int4Launcher:
             return many_cut(rows, outputs, inputs)
         return rows_cut(max(1, rows), outputs, inputs, group, wide=self._wide)
 
-    def multiply_as(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: HeldCut | Cut) -> None:
+    def multiply_as(
+        self,
+        x: Tensor,
+        weight: TiledWeight,
+        bias: Tensor | None,
+        out: Tensor,
+        cut: HeldCut | Cut,
+        *,
+        adds: bool = False,
+    ) -> None:
         """The same with this cut, of columns in the order of the codes."""
         x = x.contiguous()
         rows, (outputs, inputs) = x.shape[0], weight.shape
         tiles, padded = weight.words.shape[1], weight.steps.shape[1]
-        common: dict[str, Any] = {"SCALE": _TYPES[weight.scale_dtype], "BIAS": bias is not None, "PDL": self.pdl}
-        common |= self._options
+        common: dict[str, Any] = {"SCALE": _TYPES[weight.scale_dtype], "BIAS": bias is not None, "ADDS": adds}
+        common |= {"PDL": self.pdl, **self._options}
         group_tiles = max(1, weight.group // TILE)
         blocks = triton.cdiv(outputs, cut.block_n)
         if isinstance(cut, HeldCut):

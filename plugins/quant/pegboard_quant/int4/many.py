@@ -74,11 +74,19 @@ def _follow(x, row, tile, past, packed, memory):
     return words, step
 
 
+@gluon.jit
+def _store(at, y, there, ADDS: gl.constexpr):
+    """With ADDS the sum of y, already rounded as `out` is, and what is there: float32 has no room in this layout."""
+    if ADDS:
+        y = (y.to(gl.float32) + gl.load(at, mask=there, other=0.0).to(gl.float32)).to(y.dtype)
+    gl.store(at, y, mask=there)
+
+
 @gluon.jit(do_not_specialize=["M", "TILES", "TILES_A_PART"])
 def multiply_many(
     words, steps, x, bias, out, partial, counters, M, N, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
     BN: gl.constexpr, BM: gl.constexpr, SPLIT: gl.constexpr, SCALE: gl.constexpr, BIAS: gl.constexpr,
-    PDL: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    ADDS: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """A program makes BN outputs of BM rows, a warpgroup 64 of the outputs. While the tensor cores multiply a tile, the
     next is unpacked: there are two left operands. Words are asked for two tiles before that, x by bulk copies STAGES
@@ -140,7 +148,7 @@ def multiply_many(
         if BIAS:
             n = block * BN + gl.arange(0, BN, gl.SliceLayout(1, MMA))
             total += gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-        gl.store(out_at, gl.convert_layout(total.to(DTYPE), OUT), mask=there)
+        _store(out_at, gl.convert_layout(total.to(DTYPE), OUT), there, ADDS)
     else:
         n = gl.arange(0, BN, gl.SliceLayout(1, MMA))
         m = gl.arange(0, BM, gl.SliceLayout(0, MMA))
@@ -157,5 +165,5 @@ def multiply_many(
             if BIAS:
                 n += block * BN
                 total += gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-            gl.store(out_at, gl.convert_layout(total.to(DTYPE), OUT), mask=there)
+            _store(out_at, gl.convert_layout(total.to(DTYPE), OUT), there, ADDS)
             gl.store(counters + whole, 0)

@@ -64,6 +64,19 @@ class GroupLinear(ShardLinear):
             start += piece.shape[0]
         return out
 
+    def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `AddingLinear`."""
+        launcher, tiled = self._launcher, [piece for piece in self.pieces if isinstance(piece, TiledWeight)]
+        if launcher is None or self._all_reduce is not None or len(tiled) < len(self.pieces) or residual.stride(1) != 1:
+            return residual.add_(self(x))
+        start = 0
+        for piece in tiled:
+            end = start + piece.shape[0]
+            bias = None if self.bias is None else self.bias[start:end]
+            launcher.multiply(x, piece, bias, residual[:, start:end], adds=True)
+            start = end
+        return residual
+
     @property
     def matrix_bytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)

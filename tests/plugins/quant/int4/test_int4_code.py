@@ -37,13 +37,14 @@ def products(
     dtype: torch.dtype,
     cut: Cut | HeldCut | None = None,
     shifted: bool = False,
+    adds: bool = False,
 ) -> None:
     outputs, inputs = 6144, 4096
     x, out = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, outputs, dtype=dtype)
     launcher = Int4Launcher(divmod(capability, 10))
     cut = cut or launcher.cut_of(rows, outputs, inputs, group)
     assert cut is not None
-    launcher.multiply_as(x, tiled(outputs, inputs, group, shifted), None, out, cut)
+    launcher.multiply_as(x, tiled(outputs, inputs, group, shifted), None, out, cut, adds=adds)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
@@ -54,7 +55,7 @@ def test_codes_go_from_registers_into_the_product(
 ) -> None:
     with compile_for(capability) as made:
         for rows in (5, 16, 64):
-            products(made, capability, rows, group, dtype)
+            products(made, capability, rows, group, dtype, adds=rows == 16)
     assert [found.kernel for found in made] == ["multiply_rows"] * 3
     for found in made:
         assert found.stack == 0, "nothing spills"
@@ -81,7 +82,7 @@ def test_offsets_spill_nothing(compile_for: Callable[..., Any], capability: int)
 def test_words_of_few_rows_go_from_memory_to_the_product(compile_for: Callable[..., Any], dtype: torch.dtype) -> None:
     with compile_for(90) as made:
         for rows in (1, 2, 4):
-            products(made, 90, rows, 128, dtype)
+            products(made, 90, rows, 128, dtype, adds=rows != 2)
     assert [found.kernel for found in made] == ["multiply_held"] * 3
     for found in made:
         assert found.stack == 0, "nothing spills"
@@ -97,7 +98,7 @@ def test_a_tile_is_unpacked_while_another_is_multiplied(
 ) -> None:
     with compile_for(90) as made:
         products(made, 90, rows, 128, dtype)
-        products(made, 90, rows, 128, dtype, Cut(128, 128, 2, 3))
+        products(made, 90, rows, 128, dtype, Cut(128, 128, 2, 3), adds=True)
     for found in made:
         assert found.kernel == "multiply_many"
         assert found.stack == 0, "nothing spills"

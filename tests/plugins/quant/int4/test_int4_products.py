@@ -66,7 +66,9 @@ def launcher() -> Any:
     return Int4Launcher(torch.cuda.get_device_capability() if DEVICE == "cuda" else (8, 0), interpreted=INTERPRETED)
 
 
-def assert_right(weight: PackedWeight, rows: int, dtype: torch.dtype, bias: bool = False, cut: Any = None) -> None:
+def assert_right(
+    weight: PackedWeight, rows: int, dtype: torch.dtype, bias: bool = False, cut: Any = None, adds: bool = False
+) -> None:
     x = random(rows, weight.in_features, dtype=dtype)
     add = random(weight.shape[0], dtype=dtype) if bias else None
     right = x.double() @ dense(weight, torch.float64).T
@@ -74,10 +76,13 @@ def assert_right(weight: PackedWeight, rows: int, dtype: torch.dtype, bias: bool
     out = torch.full((rows, weight.shape[0] + 8), torch.nan, dtype=dtype, device=DEVICE)
     made = launcher()
     part = out[:, : weight.shape[0]]
+    if adds:
+        part.copy_(random(rows, weight.shape[0], dtype=dtype))
+        right = right + part.double()
     if cut is None:
-        made.multiply(x, tile(weight), add, part)
+        made.multiply(x, tile(weight), add, part, adds=adds)
     else:
-        made.multiply_as(x, tile(weight), add, part, cut)
+        made.multiply_as(x, tile(weight), add, part, cut, adds=adds)
     assert out[:, weight.shape[0] :].isnan().all(), "nothing beyond the outputs is written"
     error = (part.double() - right).abs().max() / right.abs().max()
     assert error <= {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
@@ -125,6 +130,19 @@ def test_products_with_offsets(rows: int, group: int, dtype: torch.dtype) -> Non
 def test_products(rows: int, outputs: int, inputs: int, group: int, dtype: torch.dtype) -> None:
     weight = weight_of(outputs, inputs, group, zeros=rows != 5, order=rows == 16, scale=torch.float16)
     assert_right(weight, rows, dtype, bias=rows != 1)
+
+
+@RUNS
+@pytest.mark.parametrize("rows", [1, 3, 7, 40, 100, 300, 1100])
+@pytest.mark.parametrize("group", [32, 128])
+def test_sums_with_a_residual(rows: int, group: int) -> None:
+    from pegboard_quant.int4.cuts import Cut
+
+    weight = weight_of(200, 640, group, zeros=True)
+    for dtype in FLOATS:
+        assert_right(weight, rows, dtype, bias=rows == 3, adds=True)
+        if rows == 7:
+            assert_right(weight, rows, dtype, cut=Cut(64, 16, 3, 3), adds=True)
 
 
 @RUNS
@@ -233,4 +251,4 @@ def test_under_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-_INTERPRETED = "products or parts or dequantised or many"
+_INTERPRETED = "products or residual or parts or dequantised or many"

@@ -128,6 +128,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, sampling: SamplingParams) -> None:
         """InvalidRequest: no request to this engine may have these parameters, whatever its prompt."""
         check_sampling(sampling, self.vocab_size)
+        if sampling.stop and self.tokenizer is None:
+            raise InvalidRequest(f"stop looks for texts, and there are none: {self.no_tokenizer}; use stop_token_ids")
         if sampling.num_beams > 1:
             self._check_beams(sampling, self._stop_ids(sampling))
         self._check_processors(sampling)

@@ -59,9 +59,14 @@ class AsyncEngine:
             handle.abort()
 
     async def stream_chat(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> AsyncIterator[Delta]:
-        request = await asyncio.to_thread(self.engine.chat_request, messages)
+        request = await asyncio.to_thread(self.engine.chat_request, messages, template=template)
         async for delta in self.stream(request, sampling, **options):
             yield delta
 
@@ -81,9 +86,14 @@ class AsyncEngine:
         return handle.result()
 
     async def chat(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        request = await asyncio.to_thread(self.engine.chat_request, messages)
+        request = await asyncio.to_thread(self.engine.chat_request, messages, template=template)
         return await self.generate(request, sampling, **options)
 
     def abort(self, id: str) -> bool:

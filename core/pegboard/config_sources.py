@@ -45,9 +45,9 @@ def apply_overrides(
 ) -> tuple[dict[str, Any], list[str]]:
     """A copy of `values` with dotted keys set, e.g. "cache.options.eviction=lru", and what was wrong with some.
 
-    Texts are read as TOML values, and as plain strings when they are none: lru, 2GiB, 16, true, [1, 2]. A number as a
-    key is an index into a list ("observers.0.use"). `choices` names the top-level keys that choose parts: a bare name
-    there makes room for options."""
+    Texts are read as TOML values, and as plain strings when they are none: lru, 2GiB, 16, true, [1, 2]; null, which
+    TOML lacks, is None. A number as a key is an index into a list that is there ("observers.0.use"). `choices` names
+    the top-level keys that choose parts: a bare name there makes room for options."""
     result = copy.deepcopy(dict(values))
     problems: list[str] = []
     if isinstance(overrides, str):
@@ -99,6 +99,8 @@ def _set(root: dict[str, Any], key: str, value: Any, choices: Container[str]) ->
 
 
 def _value(text: str) -> Any:
+    if text == "null":
+        return None
     try:
         found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -35,7 +35,7 @@ from .speculation import SpeculationStats, add_drafts
 from .stats import EngineStats
 from .stopwatch import Stopwatch
 from .streams import Handle, Stream
-from .text import IncrementalDetokenizer, StopMatcher, encode_chat, render_prompt
+from .text import IncrementalDetokenizer, StopMatcher, Tokenizer, encode_chat, render_prompt
 
 logger = logging.getLogger("pegboard")
 
@@ -176,10 +176,15 @@ class Engine:
         return Stream(self.submit(prompt, sampling, **options))
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Stream:
-        """Like `stream`, for a conversation."""
-        return self.stream(self.chat_request(messages), sampling, **options)
+        """Like `stream`, for a conversation; see `chat`."""
+        return self.stream(self.chat_request(messages, template=template), sampling, **options)
 
     @overload
     def generate(
@@ -214,20 +219,28 @@ class Engine:
         return generate_many(self, prompt, sampling, progress=progress, **options)
 
     def chat(
-        self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        """Answer a conversation with the model's own chat template."""
-        return _result(self.submit(self.chat_request(messages), sampling, **options))
+        """Answer a conversation with the model's own chat template. `template`: variables that it has, such as `tools`
+        or `enable_thinking`; `add_generation_prompt` is True unless it says otherwise."""
+        return _result(self.submit(self.chat_request(messages, template=template), sampling, **options))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], *, template: Mapping[str, Any] | None = None) -> str:
         """The text that the model's chat template makes of a conversation, for looking at it."""
-        return render_prompt(self._admission.tokenizer, messages)
+        return render_prompt(self._admission.tokenizer, messages, template)
 
-    def chat_request(self, messages: Sequence[Message], **options: Any) -> Request:
+    def chat_request(
+        self, messages: Sequence[Message], *, template: Mapping[str, Any] | None = None, **options: Any
+    ) -> Request:
         """The request that asks for an answer to a conversation; `options` are fields of Request.
 
         Special tokens are the template's alone: their names inside a message stay text."""
-        return Request(prompt=encode_chat(self._admission.tokenizer, messages), **options)
+        return Request(prompt=encode_chat(self._admission.tokenizer, messages, template), **options)
 
     def check(self, sampling: SamplingParams) -> None:
         """InvalidRequest naming every parameter that no request to this model may have."""
@@ -271,6 +284,14 @@ class Engine:
         watch.lap("emit")
         self._observe(retired, watch)
         return plan is not None or retired is not None or bool(outcome)
+
+    def _check_waiting(self) -> None:
+        """PegboardError: the step's thread would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise PegboardError(
+                "an observer or listener can't wait for a request: the engine's own thread would wait for itself; "
+                "submit it, and take its result in another thread"
+            )
 
     def _drop(self, id: str) -> None:
         """End a request nobody listens to. Takes no lock: a destructor may run anywhere, in the step's thread too."""
@@ -372,6 +393,11 @@ class Engine:
     def has_tokenizer(self) -> bool:
         """Whether prompts may be texts; token ids always may."""
         return self._admission.tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's own: `encode` and `decode`. None: prompts are token ids."""
+        return self._admission.tokenizer
 
     def _turn(self) -> float | None:
         """One turn of the engine's thread: seconds to sleep before the next (None: until something is asked)."""

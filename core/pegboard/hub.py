@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from pegboard.errors import CheckpointError, PegboardError
+from pegboard.registry.options import nearest
 from pegboard.shapes import SCHEME, resolve_shape
 
 #: Told in words what is being done.
@@ -95,8 +96,8 @@ def resolve_model(name: str | Path) -> Path:
     if _HF_ID.match(name):
         return _resolve_hf(name)
     raise CheckpointError(
-        f"{name!r} is neither a path that exists nor the name of a model; known names: {', '.join(KNOWN)}, or a "
-        "Hugging Face id such as org/name"
+        f"{name!r} is neither a path that exists nor the name of a model{nearest(str(name), KNOWN)}; known names: "
+        f"{', '.join(KNOWN)}, or a Hugging Face id such as org/name"
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .contracts.sampler import SamplingParams
 from .errors import InvalidRequest, QueueFull
-from .request import Prompt, Request, RequestOutput, check_options
+from .request import Prompt, Request, RequestOutput, check_options, check_request
 from .streams import Handle
 
 if TYPE_CHECKING:
@@ -36,15 +36,18 @@ def generate_many(
     if any(isinstance(prompt, Mapping) for prompt in prompts):
         raise InvalidRequest("these prompts look like messages of a conversation: use `chat`")
     check_options(options)
-    if sampling is not None:  # what is wrong with all of them is the caller's mistake
+    # What is wrong with all of them is the caller's mistake
+    check_request(Request(prompt="", **options))
+    if sampling is not None:
         engine.check(sampling)
     outputs: dict[int, RequestOutput] = {}
     running: deque[tuple[int, Handle]] = deque()
     with _bar(len(prompts), progress) as advance, _aborting(running):
 
         def collect() -> None:
-            index, handle = running.popleft()
+            index, handle = running[0]  # one that is waited for still counts as running
             outputs[index] = handle.result()
+            running.popleft()
             advance()
 
         for index, prompt in enumerate(prompts):

@@ -116,6 +116,7 @@ class Handle:
     def _wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """With the lock held."""
         if not ready():
+            self._engine._check_waiting()
             self._asleep += 1
             try:
                 return self._ready.wait_for(ready, timeout)

@@ -222,8 +222,10 @@ def test_overrides_are_read_as_toml_values_or_texts() -> None:
             "batch_invariant=true",
             "observers.0.options.level=info",
             "scheduler=static",
+            "speculator=null",
         ],
     )
+    assert load_config({"model": "m", "speculator": "ngram"}, ["speculator=null"]).speculator is None
     assert config.cache == PartChoice(use="paged", options={"eviction": "lru", "deep": {"depth": 3}})
     assert config.sampler.options == {
         "name": "7",

@@ -121,6 +121,11 @@ class SafetensorsCheckpoint(Checkpoint):
         if stored.shape:
             values = values.narrow(dim, start, length)
         wanted = torch_dtype(dtype) if dtype else stored.dtype
+        if wanted.is_floating_point and not stored.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{file.path}: {name} holds whole numbers ({info.storage}) where weights of a float type are expected; "
+                "a quantized checkpoint says so in the quantization_config of its config.json"
+            )
         if values.nbytes < WORTH or not values.is_contiguous() or not DeviceReads.possible(device):
             return values.to(device).to(wanted)
         if self._reads is None:

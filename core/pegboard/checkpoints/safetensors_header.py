@@ -39,6 +39,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 #: The format's own limit.
 _MAX_HEADER = 100_000_000
+_POINTER = b"version https://git-lfs"
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +55,8 @@ def read_header(file: MappedFile) -> dict[str, StoredTensor]:
     where = f"{file.path} is not a whole safetensors file"
     if file.size < 8:
         raise CheckpointError(f"{where}: {file.size} bytes cannot hold a header")
+    if bytes(file.buffer[: len(_POINTER)]) == _POINTER:
+        raise CheckpointError(f"{file.path} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
     length = int.from_bytes(file.buffer[:8], "little")
     if length > _MAX_HEADER:
         raise CheckpointError(f"{where}: its header would be {length} bytes, the format allows {_MAX_HEADER}")

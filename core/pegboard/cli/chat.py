@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any
 
 import typer
@@ -49,6 +50,8 @@ def chat(
         while (text := _ask()) is not None:
             if text == "/clear":
                 messages = list(start)
+            elif text.startswith("/") and " " not in text and text.count("/") == 1:
+                typer.echo(f"error: there is no {text}; {_HELP}", err=True)
             elif text:
                 messages.append({"role": "user", "content": text})
                 try:
@@ -58,11 +61,15 @@ def chat(
                     messages.pop()
                 except PegboardError as error:
                     messages.pop()
-                    typer.echo(f"error: {error}", err=True)
+                    hint = "; /clear forgets what was said" if len(messages) > len(start) else ""
+                    typer.echo(f"error: {error}{hint}", err=True)
 
 
 def _ask() -> str | None:
     """The next message; None at the end."""
+    with contextlib.suppress(ImportError):  # there are Pythons without it
+        import readline  # noqa: F401 - lets `input` edit its line, and recall the ones before
+
     try:
         text = input("> ").strip()
     except EOFError:

@@ -74,6 +74,7 @@ def generate(
         processors=_structured(json_schema, regex),
     )
     with open_engine(model, config, overrides, quiet=as_json, processors=tuple(sampling.processors)) as engine:
+        engine.check(sampling)
         before = [] if system is None else [{"role": "system", "content": system}]
         requests = [
             engine.chat_request([*before, {"role": "user", "content": text}], sampling=sampling)

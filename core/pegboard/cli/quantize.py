@@ -24,7 +24,7 @@ def quantize(
         bool | None, typer.Option("--symmetric/--asymmetric", help="Without zero points, or with them.")
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option("--skip", help="A module that stays dense; may be repeated.")
+        list[str] | None, typer.Option("--skip", help="A module that stays dense, as the head does; may be repeated.")
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option("--calibration", help="A text; its last fifth measures the perplexity.")
@@ -37,7 +37,7 @@ def quantize(
     """Write a model's linears in fewer bits, as a safetensors folder; perplexity before and after."""
     from ..quantizing import quantize as run
 
-    named = {"group": group, "symmetric": symmetric, "skip": skip}
+    named = {"group": group, "symmetric": symmetric, "skip": skip and ["lm_head", *skip]}
     report = run(
         model,
         out,

@@ -20,7 +20,7 @@ from ..contracts.speculator import HeadText, HeadTrainer, HeadTraining, Speculat
 from ..devices import torch_device
 from ..engine import Engine
 from ..errors import ConfigError
-from ..quantizing.folder import refuse_used
+from ..quantizing.folder import refuse_used, write_tensors
 from ..registry.registry import Registry
 from ..request import Request
 from ..survey import Survey, read_tokenizer
@@ -231,11 +231,9 @@ def _train(
 
 
 def _write(out: Path, trainer: HeadTrainer, more: Mapping[str, Any]) -> None:
-    from safetensors.torch import save_file
-
     out.mkdir(parents=True, exist_ok=True)
-    weights = {name: part.detach().to("cpu", torch.bfloat16).contiguous() for name, part in trainer.weights().items()}
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    weights = {name: part.detach().to("cpu", torch.bfloat16) for name, part in trainer.weights().items()}
+    write_tensors(out / "model.safetensors", weights)
     text = json.dumps({**trainer.config, **more}, indent=2) + "\n"
     (out / "config.json").write_text(text, encoding="utf-8")
 

@@ -19,6 +19,7 @@ from ..contracts.quantizer import LinearSpec, LinearStatistics, WeightWriter
 from ..contracts.sampler import SamplingParams
 from ..engine import Engine
 from ..errors import ConfigError
+from ..registry.options import nearest
 from ..registry.registry import Registry
 from ..survey import Survey
 from ..text import load_tokenizer
@@ -73,7 +74,7 @@ def quantize(
     registry = Registry.discover()
     survey = Survey(load_config({"model": str(model), "device": device}), registry)
     try:
-        writer, skip = _writer(registry, scheme, method, options or {})
+        writer, skip = _writer(registry, scheme, method, options or {}, survey.spec.linears)
         if writer.needs_statistics and calibration is None:
             raise ConfigError(f"method {method!r} needs a text to calibrate with: name a file")
         texts, held = _texts(survey, calibration, samples, length)
@@ -135,7 +136,7 @@ def _settings(model: str | Path, device: str, length: int) -> dict[str, Any]:
 
 
 def _writer(
-    registry: Registry, scheme: str, method: str, options: Mapping[str, Any]
+    registry: Registry, scheme: str, method: str, options: Mapping[str, Any], linears: Sequence[LinearSpec]
 ) -> tuple[WeightWriter, Callable[[LinearSpec], bool]]:
     entry = registry.get("quantizer", scheme)
     make = getattr(entry.load(), "writer", None)
@@ -147,6 +148,11 @@ def _writer(
     if not isinstance(writer, WeightWriter):
         raise ConfigError(f"quantizer {scheme!r}: writer gave {writer!r}, must be a WeightWriter")
     skipped = tuple(getattr(given, "skip", ()))
+    names = [name for spec in linears for name in (spec.name, *spec.sources)]
+    for entry in skipped:
+        if not any(f".{entry}." in f".{name}." for name in names):
+            parts = {part for name in names for part in (name, *name.split("."))}
+            raise ConfigError(f"skip: this model has no linear {entry!r}{nearest(entry, parts)}")
 
     def skip(spec: LinearSpec) -> bool:
         """Named, a tied head, or a router, whose choices rounding would change."""

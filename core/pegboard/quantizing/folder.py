@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,8 @@ def write_folder(
     folder: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], scheme: Mapping[str, Any]
 ) -> None:
     """model.safetensors with `tensors`; config, generation config and tokenizer of `checkpoint`."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    write_tensors(folder / "model.safetensors", tensors)
     _write(folder / "config.json", {**checkpoint.config, "quantization_config": scheme})
     if checkpoint.generation:
         _write(folder / "generation_config.json", checkpoint.generation)
@@ -53,6 +48,16 @@ def write_folder(
         templates = [{"name": name, "template": text} for name, text in tokenizer.chat_templates.items()]
         config["chat_template"] = tokenizer.chat_template if len(templates) == 1 else templates
     _write(folder / "tokenizer_config.json", config)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file that whoever may read the files beside it can read: the library makes it the owner's alone."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pegboard.contracts.processor import LogitsProcessor, ProcessorOpening, ProcessRows
 from pegboard.contracts.sampler import LogprobTensors, Sampler, SlotOpening
 from pegboard.contracts.scheduler import RowPlan
-from pegboard.errors import PegboardError
+from pegboard.errors import PegboardError, PluginError
 from pegboard.processing import read_arguments
 
 from .stepping import Chosen
@@ -193,7 +193,9 @@ class Processing:
         places = self._upload([place for one in asked for place in one.places], torch.int64)
         own = logits.index_select(0, places)
         drafts = tuple(one.drafts for one in asked) if any(one.drafts for one in asked) else ()
-        processor.process(own, ProcessRows(slots=tuple(one.row.slot for one in asked), drafts=drafts))
+        given: object = processor.process(own, ProcessRows(slots=tuple(one.row.slot for one in asked), drafts=drafts))
+        if given is not None:
+            raise PluginError("process gave a result, must change its logits in place and give None")
         logits.index_copy_(0, places, own)
 
 

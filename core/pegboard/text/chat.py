@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NoReturn
@@ -26,6 +27,9 @@ from pegboard.errors import CheckpointError, InvalidRequest
 #: broken one ends with an error instead of hanging the process.
 _MAX_ITERATIONS: Final = 1_000_000
 _MAX_CHARACTERS: Final = 16_000_000
+
+#: A template that looks at what a part of a content is.
+_KNOWS_PARTS: Final = re.compile(r"""\[['"]type['"]\]|\.type\b|\bcontent(?:['"]\])?\s*(?:\[|is\s)""")
 
 _BUDGET: Final = "_pegboard_iterations_left"
 
@@ -49,7 +53,7 @@ def render_chat(
     InvalidRequest: messages of the wrong form, or that the template refuses (with its own words) or fails on.
     CheckpointError: a template that is not valid jinja, leaves its sandbox, or does not end.
     """
-    variables: dict[str, Any] = dict(extra, messages=_checked(messages), tools=tools)
+    variables: dict[str, Any] = dict(extra, messages=prepared(template, messages), tools=tools)
     variables["add_generation_prompt"] = add_generation_prompt
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     variables |= {name: token for name, token in tokens.items() if token is not None}
@@ -63,6 +67,30 @@ def render_chat(
         raise CheckpointError(f"the chat template is not safe to run: {error or type(error).__name__}") from error
     except Exception as error:  # a template can fail in any way that an expression can
         raise InvalidRequest(f"the chat template failed on these messages: {error} ({type(error).__name__})") from error
+
+
+def prepared(template: str, messages: Any) -> list[Mapping[str, Any]]:
+    """Messages as the template takes them: for one that knows no parts of a content, texts of parts are one text, and
+    no content, beside tool calls, is an empty one. InvalidRequest: messages of the wrong form."""
+    checked = _checked(messages)
+    if _KNOWS_PARTS.search(template):
+        return checked
+    return [
+        message if isinstance(message.get("content"), str) else {**message, "content": _text_of(place, message)}
+        for place, message in enumerate(checked)
+    ]
+
+
+def _text_of(place: int, message: Mapping[str, Any]) -> str:
+    texts = []
+    for part in message.get("content") or ():
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f"messages[{place}] has a part of type {part.get('type')!r}; this model's chat template takes texts: "
+                "{'type': 'text', 'text': ...}"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def _checked(messages: Any) -> list[Mapping[str, Any]]:

@@ -9,22 +9,29 @@ from typing import Any
 
 from pegboard.errors import InvalidRequest
 
-from .chat import render_chat
+from .chat import prepared, render_chat
 from .tokenizer import Tokenizer
 
 #: Stand for the n-th special name that was found in a message: private-use characters, which templates pass on.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 
-def render_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The template's text. InvalidRequest when the model has no template, or it refuses the messages."""
+def render_prompt(
+    tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+) -> str:
+    """The template's text; `variables` are further ones of the template. InvalidRequest when the model has no template,
+    or it refuses the messages."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise InvalidRequest("this model has no chat template: use generate with a prompt of your own")
-    return render_chat(tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    known = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    return render_chat(tokenizer.chat_template, messages, **{**known, **_checked(variables)})
 
 
-def encode_chat(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Ids of the rendered conversation: special tokens of the template, plain text of the messages."""
+def encode_chat(
+    tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Ids of the rendered conversation: special tokens of the template and its variables, plain text of the
+    messages."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise InvalidRequest("this model has no chat template: use generate with a prompt of your own")
     names = [name for id in tokenizer.special_ids if (name := tokenizer.backend.id_to_token(id))]
@@ -35,16 +42,19 @@ def encode_chat(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any
         return f"{_OPEN}{len(found) - 1}{_CLOSE}"
 
     special = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        render_prompt(tokenizer, messages)  # says what is wrong
-        raise InvalidRequest(f"the messages are {messages!r:.100}, must be a list")
-    safe = [
-        {**message, "content": special.sub(stand_in, message["content"])}
-        if isinstance(message, Mapping) and isinstance(message.get("content"), str)
-        else message
-        for message in messages
+
+    def safe(content: Any) -> Any:
+        if isinstance(content, str):
+            return special.sub(stand_in, content)
+        if isinstance(content, list):
+            return [{**part, "text": safe(part["text"])} if "text" in part else part for part in content]
+        return content
+
+    told = [
+        {**message, "content": safe(message["content"])} if "content" in message else message
+        for message in prepared(tokenizer.chat_template, messages)
     ]
-    text = render_prompt(tokenizer, safe)
+    text = render_prompt(tokenizer, told, variables)
     if not found:
         return tokenizer.encode(text, add_special=False, allow_special=True)
     ids: list[int] = []
@@ -54,3 +64,15 @@ def encode_chat(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, Any
         elif piece:
             ids += tokenizer.encode(piece, add_special=False, allow_special=True)
     return ids
+
+
+def _checked(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidRequest(
+            f"template is {variables!r:.100}, must map names of the chat template's variables to values"
+        )
+    if "messages" in variables:
+        raise InvalidRequest("template can't set messages: they are the conversation")
+    return variables

@@ -295,6 +295,23 @@ def test_a_header_that_would_be_too_large(tmp_path: Path) -> None:
         SafetensorsCheckpoint.open(tmp_path)
 
 
+def test_a_pointer_to_the_file_is_named(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"Git LFS pointer.*git lfs pull"):
+        SafetensorsCheckpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool])
+def test_whole_numbers_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_single(tmp_path, {"a": torch.ones(2, 3, dtype=dtype), "b": torch.ones(2)})
+    checkpoint = SafetensorsCheckpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match=r"a holds whole numbers .*quantization_config"):
+        checkpoint.read("a", dtype="float32")
+    assert checkpoint.read("a").dtype == dtype
+    checkpoint.close()
+
+
 def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     path = write_single(tmp_path, {"a": torch.randn(3, 2), "b": torch.randn(5).half()})
     whole = path.read_bytes()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pegboard import Engine, InvalidRequest, Part, QueueFull, Request, SamplingParams, hookimpl
+from pegboard.streams import Handle
 from pegboard.testing.tiny import tiny_model
 from pegboard_cache.options import PagedOptions
 from pegboard_cache.paged import PagedCache
@@ -627,3 +628,29 @@ def test_chat_without_a_template(text_engine: Engine, messages: Any) -> None:
         text_engine.chat(messages, GREEDY)
     with pytest.raises(InvalidRequest, match="no chat template"):
         text_engine.stream_chat(messages, GREEDY)
+
+
+def test_stop_texts_without_a_tokenizer(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"stop looks for texts.*use stop_token_ids"):
+        engine.generate([PROMPT], SamplingParams(stop=["a"]))
+
+
+@pytest.mark.parametrize("options", [{"timeout": -1}, {"salt": 3}, {"special": "yes"}, {"priority": "high"}])
+def test_options_of_all_prompts_are_the_callers_mistake(engine: Engine, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(options))):
+        engine.generate([PROMPT, PROMPT], GREEDY, **options)
+
+
+def test_who_stops_waiting_for_many_leaves_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the first of them is waited for."""
+
+    def interrupted(*_args: Any, **_options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Handle, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPT] * 3, LONG)
+    deadline = time.monotonic() + 10
+    while engine.stats().running + engine.stats().waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)

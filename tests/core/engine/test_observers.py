@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pegboard import ConfigError, Engine, Part, SamplingParams, hookimpl
+from pegboard import ConfigError, Engine, Part, PegboardError, SamplingParams, hookimpl
 from pegboard.contracts.observer import EngineReady, RequestAdmitted, RequestFinished, StepDone
 from pegboard.ops import TorchOps
 from pegboard.runner import LocalExecutor
@@ -324,6 +324,26 @@ def test_an_observer_that_asks_the_engine(start: Callable[..., Engine]) -> None:
     assert arrives(lambda: len(asked) == 3)
     assert asked[1].result(timeout=10).error is None
     assert asked[2] is False
+
+
+def test_an_observer_that_waits_is_told(start: Callable[..., Engine]) -> None:
+    """The engine's own thread would wait for itself."""
+    asked: list[Any] = []
+
+    class Waits(Base):
+        @hookimpl
+        def pegboard_request_finished(self, event: RequestFinished) -> None:
+            if event.id == "first":
+                handle = engine.submit(PROMPT, GREEDY, id="second")
+                for wait in (handle.result, handle.take):
+                    with pytest.raises(PegboardError, match="own thread would wait for itself"):
+                        wait()
+                asked.append(handle)
+
+    engine = start(Waits)
+    engine.submit(PROMPT, GREEDY, id="first").result(timeout=10)
+    assert arrives(lambda: bool(asked))
+    assert asked[0].result(timeout=10).error is None
 
 
 def test_an_observer_that_closes_the_engine(start: Callable[..., Engine]) -> None:

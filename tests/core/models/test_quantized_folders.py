@@ -89,9 +89,22 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     given = ["quantize", str(source), str(tmp_path / "out"), "--calibration", str(text), "--length", "32"]
     assert main([*given, "--method", "awq", "--group", "32", "--skip", "down_proj", "--device", "cpu", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["scheme"], report["method"], report["quantized"]) == ("int4", "awq", 3 * 6 + 1)
+    assert (report["scheme"], report["method"], report["quantized"]) == ("int4", "awq", 3 * 6)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "lm_head" in config["ignore"], "--skip adds to the head"
+    files = [tmp_path / "out" / name for name in ("model.safetensors", "config.json")]
+    assert len({file.stat().st_mode for file in files}) == 1, "who may read one may read the other"
     assert main([*given, "--json"]) == 2
     assert "is not empty" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_groups_that_others_refuse_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tiny_model(tmp_path / "m", hidden_size=96, num_attention_heads=6, intermediate_size=128)
+    quantize(source, tmp_path / "out", options={"group": 64})
+    told = [record.getMessage() for record in caplog.records if "no whole groups" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("96 columns are no whole groups of 64")
+    assert told[0].endswith("such as 32")
 
 
 def test_without_a_text_nothing_is_measured(tmp_path: Path) -> None:
@@ -106,6 +119,7 @@ def test_without_a_text_nothing_is_measured(tmp_path: Path) -> None:
         ({"method": "gptq"}, "needs a text to calibrate with"),
         ({"scheme": "none"}, "writes no checkpoints; those that do: int4, int8"),
         ({"options": {"group": 48}}, "group"),
+        ({"options": {"skip": ["lm_head", "downproj"]}}, "no linear 'downproj'; did you mean 'down_proj'"),
         ({"calibration": True, "length": 10_000}, "lower the length"),
     ],
 )

@@ -137,6 +137,13 @@ class Fragile(Counting):
             raise RuntimeError("80 is too much")
 
 
+class Gives(Watched):
+    """As processors of other libraries do."""
+
+    def process(self, logits: Tensor, rows: ProcessRows) -> Tensor:  # type: ignore[override]
+        return logits * 0
+
+
 class AheadExecutor(LocalExecutor):
     """Rows run as wide as they were planned, as on a device that the host does not wait for."""
 
@@ -150,7 +157,7 @@ class AheadExecutor(LocalExecutor):
 class Plugin:
     @hookimpl
     def pegboard_parts(self) -> list[Part]:
-        factories = {"only": Only, "counting": Counting, "fragile": Fragile, "cycling": Cycling}
+        factories = {"only": Only, "counting": Counting, "fragile": Fragile, "cycling": Cycling, "gives": Gives}
         return [
             Part(role="executor", name="ahead", factory=AheadExecutor, summary="of this test"),
             *(
@@ -160,7 +167,7 @@ class Plugin:
         ]
 
 
-ALL: dict[str, Any] = {"plugins": [Plugin()], "logits_processors": ["only", "counting", "fragile", "cycling"]}
+ALL: dict[str, Any] = {"plugins": [Plugin()], "logits_processors": ["only", "counting", "fragile", "cycling", "gives"]}
 
 
 @pytest.fixture(params=[0, 2], ids="depth {}".format)
@@ -308,6 +315,12 @@ def test_one_that_raises_fails_its_request_only(engine: Engine) -> None:
     assert fine.token_ids == tuple(range(11, 19))
     assert other.token_ids == plain
     assert engine.generate([PROMPT], GREEDY)[0].token_ids == plain
+
+
+def test_one_that_gives_a_result_is_told(engine: Engine) -> None:
+    [output] = engine.generate([PROMPT], with_processors(gives={}))
+    assert output.error is not None
+    assert "gives failed: process gave a result, must change its logits in place" in output.error
 
 
 def test_only_who_needs_tokens_waits_for_them(tiny_path: Path) -> None:

@@ -106,6 +106,29 @@ def test_parts_and_tool_calls_reach_the_template() -> None:
     assert render(template, messages) == "hi;f;"
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "right"),
+    [
+        ("{{ '<' + messages[0]['content'] + '>' }}", "<a\nb>"),
+        ("{% for p in messages[0].content %}{{ p['type'] }}:{{ p.text }};{% endfor %}", "text:a;text:b;"),
+        ("{{ messages[0].content if messages[0].content is string else 'list' }}", "list"),
+    ],
+)
+def test_parts_are_one_text_for_a_template_that_knows_none(template: str, right: str) -> None:
+    assert render(template, [{"role": "user", "content": PARTS}]) == right
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    assert render("{{ messages[0].content + messages[0].tool_calls[0].name }}", calls) == "f"
+
+
+def test_a_part_that_is_no_text_is_named() -> None:
+    image = [{"role": "user", "content": [*PARTS, {"type": "image", "url": "x"}]}]
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] has a part of type 'image'.*takes texts"):
+        render("{{ messages[0].content }}", image)
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

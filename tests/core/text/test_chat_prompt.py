@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
+from pegboard import InvalidRequest
 from pegboard.text import Tokenizer, encode_chat, render_prompt
 
 TEMPLATE = (
@@ -43,3 +45,24 @@ def test_a_message_of_nothing_else() -> None:
     ids = encode_chat(tokenizer, [{"role": "user", "content": "<|end|>"}])
     assert tokenizer.decode(ids, skip_special=False).count("<|end|>") == 2
     assert ids.count(tokenizer.backend.token_to_id("<|end|>")) == 1
+
+
+def test_special_names_in_a_part_stay_text() -> None:
+    tokenizer = make()
+    parts = [{"type": "text", "text": "hi<|end|>"}, {"type": "text", "text": "<|start|>"}]
+    whole = encode_chat(tokenizer, [{"role": "user", "content": "hi<|end|>\n<|start|>"}])
+    assert encode_chat(tokenizer, [{"role": "user", "content": parts}]) == whole
+    tokenizer = Tokenizer(tokenizer.backend, chat_templates={"default": "{{ messages[0].content[0].text }}<|end|>"})
+    ids = encode_chat(tokenizer, [{"role": "user", "content": parts}])
+    assert ids.count(tokenizer.backend.token_to_id("<|end|>")) == 1
+
+
+def test_variables_of_the_template() -> None:
+    tokenizer = Tokenizer(make().backend, chat_templates={"default": "{{ thinks }}{{ add_generation_prompt }}"})
+    messages = [{"role": "user", "content": "x"}]
+    assert render_prompt(tokenizer, messages, {"thinks": "no "}) == "no True"
+    assert render_prompt(tokenizer, messages, {"add_generation_prompt": False}) == "False"
+    assert encode_chat(tokenizer, messages, {"thinks": "no "}) == tokenizer.encode("no True", add_special=False)
+    for wrong in ({1: 2}, "thinks", {"messages": []}):
+        with pytest.raises(InvalidRequest, match=r"^template"):
+            encode_chat(tokenizer, messages, wrong)  # type: ignore[arg-type]

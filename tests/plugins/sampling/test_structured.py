@@ -173,6 +173,8 @@ def test_what_can_not_be_is_refused_at_submission(engine: Engine, arguments: dic
         engine.submit("x", SamplingParams(processors=structured(**arguments)))
     with pytest.raises(InvalidRequest, match="ignore_eos is True"):
         engine.submit("x", SamplingParams(ignore_eos=True, processors=structured(regex="a")))
+    with pytest.raises(InvalidRequest, match="min_tokens is 3: a text that is complete before"):
+        engine.submit("x", SamplingParams(min_tokens=3, processors=structured(regex="a")))
 
 
 def test_models_that_it_can_not_serve(tiny_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -15,6 +17,8 @@ from ..options import RoundingOptions
 from .codes import pack
 from .gptq_rounding import gptq_codes
 from .rounding import grid_of
+
+logger = logging.getLogger("pegboard")
 
 Method = Literal["rtn", "awq", "gptq"]
 METHODS: Final = ("rtn", "awq", "gptq")
@@ -32,6 +36,8 @@ class PackQuantizedWriter(WeightWriter):
         self._bits, self._method, self._options = bits, method, options
         self.needs_statistics = method != "rtn"
         self.folds = method == "awq"
+        #: Columns that were warned of.
+        self._told: set[int] = set()
 
     def config(self, skipped: Sequence[str]) -> Mapping[str, Any]:
         group = self._options.group
@@ -54,6 +60,7 @@ class PackQuantizedWriter(WeightWriter):
         }
 
     def tensors(self, weight: Tensor, statistics: LinearStatistics | None) -> Mapping[str, Tensor]:
+        self._tell(weight.shape[1])
         grid = grid_of(weight, self._bits, self._options.group, symmetric=self._options.symmetric)
         if self._method == "gptq" and statistics is not None:
             codes = gptq_codes(weight, grid, statistics.moment)
@@ -67,6 +74,18 @@ class PackQuantizedWriter(WeightWriter):
         if grid.zeros is not None:
             stored["weight_zero_point"] = pack(grid.zeros.T.contiguous(), self._bits).view(torch.int32).T.contiguous()
         return stored
+
+    def _tell(self, columns: int) -> None:
+        group = self._options.group
+        if group > 0 and columns % group and columns not in self._told:
+            self._told.add(columns)
+            logger.warning(
+                "%d columns are no whole groups of %d: the last group is shorter, which Pegboard reads and other "
+                "engines refuse; take a group that divides them, such as %d",
+                columns,
+                group,
+                math.gcd(columns, group),
+            )
 
     def scales(self, weight: Tensor, statistics: LinearStatistics) -> Tensor:
         best, least = torch.ones(weight.shape[1]), float("inf")

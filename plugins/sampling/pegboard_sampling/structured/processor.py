@@ -58,6 +58,11 @@ class StructuredOutput(LogitsProcessor):
     def check(self, arguments: Arguments, sampling: SamplingParams) -> None:
         if sampling.ignore_eos:
             raise InvalidRequest("ignore_eos is True: a complete text could not end")
+        if sampling.min_tokens > 1:
+            raise InvalidRequest(
+                f"min_tokens is {sampling.min_tokens}: a text that is complete before could not end; ask for longer "
+                "texts by the schema, regex or grammar"
+            )
         compile_grammar(arguments, self._tokenizer)
 
     def open(self, opening: ProcessorOpening) -> None:

@@ -34,7 +34,7 @@ from pegboard_cpu.blocks_quantizer import BlocksCpuQuantizer
 from pegboard_cpu.ops import NumbaOps
 
 CPU = DeviceFacts(type="cpu")
-KINDS = ("Q4_0", "Q4_1", "Q8_0")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 #: Greedy ids of "Count from 1 to 20." with the model in float32.
 COUNTED = [33, 30, 216, 33, 198, 34, 30, 216, 34, 198, 35, 30, 216, 35, 198, 36]
 COUNTED += [30, 216, 36, 198, 37, 30, 216, 37, 198, 38, 30, 216, 38, 198, 39, 30]

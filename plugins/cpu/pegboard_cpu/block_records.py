@@ -42,7 +42,7 @@ def make_records(kind: Kind, sources: Sequence[Tensor]) -> Tensor:
         parts = target.view(-1, count, LANES * kind.record_bytes)
         for start, stop, unit in _units(kind):
             # [tile, lane, block, number of it, byte] -> [tile, block, number, lane, byte]
-            values = by_tile[..., start:stop].unflatten(-1, (-1, unit)).permute(0, 2, 3, 1, 4)
+            values = torch.unflatten(by_tile[..., start:stop], -1, (-1, unit)).permute(0, 2, 3, 1, 4)
             parts[..., start * LANES : stop * LANES].view(values.shape).copy_(values)
     return records
 
@@ -74,12 +74,12 @@ def _read_q5(kind: Kind, blocks: Tensor) -> Tensor:
 def _read_q4_k(kind: Kind, blocks: Tensor) -> Tensor:
     """Q4_K, Q5_K: scale, that of what is subtracted, factors of six bits; in Q5_K the fifth bits, bit b of byte
     i of input i of block b; bytes of two halves, 32 for each two blocks of 32."""
-    heads, factors = blocks[..., :4].clone(), blocks[..., 4:16].unflatten(-1, (3, 4))
+    heads, factors = blocks[..., :4].clone(), torch.unflatten(blocks[..., 4:16], -1, (3, 4))
     heads[..., 3] ^= 0x80  # records add minima
     low, middle, high = factors[..., 0, :], factors[..., 1, :], factors[..., 2, :]
     scales = torch.cat((low & 63, (high & 15) | (low >> 6) << 4), -1)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6) << 4), -1)
-    halves = blocks[..., -128:].unflatten(-1, (4, 32))
+    halves = torch.unflatten(blocks[..., -128:], -1, (4, 32))
     numbers = torch.stack((halves & 15, halves >> 4), -2).flatten(-3, -2)
     if kind.bits == 5:
         numbers = numbers | ((blocks[..., 16:48].unsqueeze(-2) >> _counting(8)[:, None]) & 1) << 4
@@ -89,10 +89,12 @@ def _read_q4_k(kind: Kind, blocks: Tensor) -> Tensor:
 def _read_q6_k(kind: Kind, blocks: Tensor) -> Tensor:
     """Q6_K: for each 128 inputs 64 bytes of two halves; then 32 of four pairs of bits, of inputs 32 apart; factors with
     sign of each 16; scale."""
-    halves, pairs = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
-    low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3).unflatten(-1, (8, 32))
+    halves = torch.unflatten(blocks[..., :128], -1, (2, 64))
+    pairs = torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32))
+    low = torch.unflatten(torch.stack((halves & 15, halves >> 4), -2).flatten(-3), -1, (8, 32))
     high = ((pairs >> (2 * _counting(4))[:, None]) & 3).flatten(-3, -2)
-    return _record(kind, blocks[..., 208:], blocks[..., 192:208].unflatten(-1, (8, 2)), low | high << 4)
+    factors = torch.unflatten(blocks[..., 192:208], -1, (8, 2))
+    return _record(kind, blocks[..., 208:], factors, low | high << 4)
 
 
 #: By name; others are stored as records are.
@@ -110,14 +112,20 @@ def _record(kind: Kind, heads: Tensor, factors: Tensor | None, numbers: Tensor) 
     parts = [] if factors is None else [factors]
     above = numbers >> 4
     if kind.bits == 5:
-        quads = above.unflatten(-1, (BLOCK // 4, 4)) << _counting(8)[:, None]
-        parts.append(quads.sum(-2, dtype=torch.uint8))
+        parts.append(_gathered(torch.unflatten(above, -1, (BLOCK // 4, 4)), 1))
     elif kind.bits == 6:
-        quads = above.unflatten(-1, (2, 4, 4)) << (2 * _counting(4))[:, None]
-        parts.append(quads.sum(-2, dtype=torch.uint8).flatten(-2))
+        parts.append(_gathered(torch.unflatten(above, -1, (2, 4, 4)), 2).flatten(-2))
     low = numbers & 15
     parts.append(low[..., : BLOCK // 2] | low[..., BLOCK // 2 :] << 4)
     return torch.cat((heads, torch.cat(parts, -1).flatten(-2)), -1)
+
+
+def _gathered(quads: Tensor, bits: int) -> Tensor:
+    """[..., quad, 4] -> [..., 4], the bits of each quad above those of the one before."""
+    found, *others = quads.unbind(-2)
+    for quad, other in enumerate(others, 1):
+        found = found | other << (bits * quad)
+    return found
 
 
 def _counting(count: int) -> Tensor:

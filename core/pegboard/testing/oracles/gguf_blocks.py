@@ -29,7 +29,7 @@ def quantized(weight: Tensor, kind: str) -> Tensor:
     """float32 [O, I], I a multiple of the type's block -> uint8 [O, bytes]"""
     if kind not in _WIDE:
         return torch.from_numpy(quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind]))
-    blocks = weight.float().unflatten(1, (-1, 256))
+    blocks = torch.unflatten(weight.float(), 1, (-1, 256))
     made = _q6_k(blocks) if kind == "Q6_K" else _q4_k(blocks, 5 if kind == "Q5_K" else 4)
     return made.flatten(1)
 
@@ -61,7 +61,7 @@ def _half(numbers: Tensor) -> Tensor:
 def _q4_k(blocks: Tensor, bits: int) -> Tensor:
     """d, dmin: float16; 12 bytes of eight scales and eight minima of six bits; with five bits 32 bytes of the fifth
     ones; 128 bytes of the lowest four. A weight is d * scale * code - dmin * minimum."""
-    parts, most = blocks.unflatten(-1, (8, 32)), (1 << bits) - 1
+    parts, most = torch.unflatten(blocks, -1, (8, 32)), (1 << bits) - 1
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     steps = (high - low) / most
     d = (steps.amax(-1, keepdim=True) / 63).half()
@@ -78,7 +78,7 @@ def _q4_k(blocks: Tensor, bits: int) -> Tensor:
         ),
         -1,
     )
-    pairs = (codes & 15).unflatten(-2, (4, 2))
+    pairs = torch.unflatten(codes & 15, -2, (4, 2))
     held = [_half(d), _half(dmin), factors, (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(-2)]
     if bits == 5:
         fifth = torch.zeros_like(codes[..., 0, :])
@@ -92,13 +92,13 @@ def _q6_k(blocks: Tensor) -> Tensor:
     """128 bytes of the lowest four bits, 64 of the two above them, sixteen scales of eight bits with sign, d: float16.
     A weight is d * scale * (code - 32). The largest of each 16 numbers is given the code 0, so scales have either
     sign."""
-    parts = blocks.unflatten(-1, (16, 16))
+    parts = torch.unflatten(blocks, -1, (16, 16))
     peaks = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))[..., 0] / -32
     d = (peaks.abs().amax(-1, keepdim=True) / 127).half()
     scales = _whole(peaks, d.float(), -128, 127)
     codes = _whole(parts, (d.float() * scales)[..., None], -32, 31) + 32
     # 128 numbers have 64 and 32 bytes: four runs of 32 numbers
-    runs = codes.to(torch.uint8).flatten(-2).unflatten(-1, (2, 4, 32))
+    runs = torch.unflatten(codes.to(torch.uint8).flatten(-2), -1, (2, 4, 32))
     low, above = runs & 15, runs >> 4
     halves = torch.cat((low[..., 0, :] | low[..., 2, :] << 4, low[..., 1, :] | low[..., 3, :] << 4), -1)
     pairs = above[..., 0, :] | above[..., 1, :] << 2 | above[..., 2, :] << 4 | above[..., 3, :] << 6

@@ -87,8 +87,10 @@ def write_llama(folder: Path, target: Path, kind: str) -> Path:
         rows = tensor.float()
         for part, count in ((".q_proj.", heads), (".k_proj.", kv_heads)):
             if part in name:  # the format has rotated halves as neighbouring pairs
-                rows = rows.unflatten(0, (count, 2, -1)).transpose(1, 2).reshape(rows.shape)
+                rows = torch.unflatten(rows, 0, (count, 2, -1)).transpose(1, 2).reshape(rows.shape)
         theirs = names.get_name(name, try_suffixes=(".weight",))
+        if theirs is None:
+            raise ValueError(f"a Llama in GGUF has no tensor for {name}")
         used = _add(writer, theirs, rows, kind_of)
         tensors[name] = tensor if used is None else meant(quantized(tensor, used), used)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

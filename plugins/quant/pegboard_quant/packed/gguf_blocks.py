@@ -42,8 +42,9 @@ KINDS: Final = {
 
 def read_blocks_as_codes(blocks: Tensor, kind: BlockKind) -> PackedWeight:
     """uint8 [O, blocks * nbytes], on any device. CheckpointError: a scale or offset is too large for float16."""
-    each = blocks.contiguous().unflatten(1, (-1, kind.nbytes))
-    halves = each[:, :, -kind.columns // 2 :].unflatten(2, (-1, GROUP // 2 if kind.columns == GROUP else GROUP))
+    each = torch.unflatten(blocks.contiguous(), 1, (-1, kind.nbytes))
+    run = GROUP if kind.columns > GROUP else GROUP // 2
+    halves = torch.unflatten(each[:, :, -kind.columns // 2 :], 2, (-1, run))
     codes = torch.stack((halves & 15, halves >> 4), 3).flatten(1)
     heads = each[:, :, : 4 if kind.shifted else 2].contiguous().view(torch.float16)
     scales, offsets = _q4_k_steps(each, heads) if kind.columns > GROUP else (heads[:, :, 0], heads[:, :, -1])
@@ -59,7 +60,7 @@ def read_blocks_as_codes(blocks: Tensor, kind: BlockKind) -> PackedWeight:
 
 def _q4_k_steps(blocks: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and offsets of Q4_K's groups, float16 [O, groups]."""
-    low, middle, high = blocks[:, :, 4:16].unflatten(2, (3, 4)).unbind(2)
+    low, middle, high = torch.unflatten(blocks[:, :, 4:16], 2, (3, 4)).unbind(2)
     scales = torch.cat((low & 63, (high & 15) | (low >> 6) << 4), 2)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6) << 4), 2)
     exact = heads[:, :, :1].float() * scales, heads[:, :, 1:].float() * minima

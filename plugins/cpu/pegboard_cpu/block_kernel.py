@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy
 
 from .block_kinds import BLOCK, LANES
-from .block_tiles import ROWS, block_tile, round_block, round_halves
+from .block_rows import round_block, round_halves
+from .block_tiles import ROWS, block_tile
 from .project_kernel import add_row, gate_row, norm_row
 from .vectors import barrier, get, get_double, get_long, inner, kernel, put, team_size, thread_number
 

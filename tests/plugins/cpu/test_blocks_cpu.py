@@ -370,7 +370,7 @@ def test_cpus_without_products_of_four_bytes(name: str, tmp_path: Path) -> None:
     if name != "haswell":
         features += ",+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"
     numba = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
-    tests = ["product_of_the_rounded", "largest_numbers", "fuse", "broken"]
+    tests = ["product_of_the_rounded", "every_weight", "largest_numbers", "fuse", "broken"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", " or ".join(tests), __file__],
         env=os.environ | numba,

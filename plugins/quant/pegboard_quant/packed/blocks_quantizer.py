@@ -60,7 +60,9 @@ class BlocksCudaQuantizer(Quantizer):
 
     def notes(self) -> Sequence[str]:
         kept = sorted(self._need.storages & set(KINDS))
-        return [f"blocks of {' and '.join(kept)} stay packed and are multiplied by Triton kernels; others become dense"]
+        rounded = "; scales and offsets of Q4_K are rounded to float16" if "Q4_K" in kept else ""
+        packed = f"blocks of {' and '.join(kept)} stay packed and are multiplied by Triton kernels"
+        return [f"{packed}; others become dense{rounded}"]
 
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         return stored_names(spec)

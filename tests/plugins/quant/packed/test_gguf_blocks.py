@@ -17,11 +17,13 @@ from torch import Tensor
 
 pytest.importorskip("gguf")
 
-from pegboard import CheckpointError
+from pegboard import CheckpointError, SamplingParams
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
 from pegboard.testing.oracles import gguf_blocks as written
 from pegboard.testing.oracles.checkpoints import MemoryCheckpoint
+from pegboard.testing.oracles.gguf_files import write_llama
+from pegboard.testing.tiny import tiny_model
 from pegboard_quant.int4.layout import TiledWeight, tile, untile
 from pegboard_quant.packed.blocks_quantizer import BlocksCudaQuantizer
 from pegboard_quant.packed.gguf_blocks import KINDS, read_blocks_as_codes
@@ -237,6 +239,35 @@ def test_a_dense_source_beside_packed_ones_on_a_device() -> None:
         expected = x.double() @ meant.double().T + bias.double()
         error = (found(x.cuda()).cpu().double() - expected).abs().max() / expected.abs().max()
         assert error < 1e-2
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_q4_k_m_file(make_engine: Callable[..., Any], tmp_path: Path) -> None:
+    """`auto` takes it; log probabilities of a prompt are those of the dense weights but for 16-bit arithmetic."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    folder = tiny_model(tmp_path / "hf", std=0.05, num_hidden_layers=4, **sizes)
+    path = write_llama(folder, tmp_path / "m.gguf", "Q4_K_M")
+    prompt, scored = [1, 17, 42, 200, 3, 99, 99, 140, 7, 56, 23], SamplingParams(max_tokens=1, prompt_logprobs=0)
+
+    def logprobs(**settings: Any) -> tuple[Any, Tensor]:
+        engine = make_engine(path, device="cuda", dtype="bfloat16", max_length=64, **settings)
+        output = engine.generate([prompt], scored)[0].raise_for_error()
+        return engine.plan, torch.tensor([record.logprob for record in output.prompt_logprobs])
+
+    plan, found = logprobs()
+    dense_plan, expected = logprobs(quantizer="none")
+    assert plan.parts["quantizer"].name == "blocks-cuda"
+    assert plan.memory.weights < dense_plan.memory.weights
+    assert (found - expected).norm() / (expected - expected.mean()).norm() < 0.15
+
+
+def test_the_report_says_what_is_rounded() -> None:
+    [exact] = BlocksCudaQuantizer.create(need(), None).notes()
+    [rounded] = BlocksCudaQuantizer.create(need(storages=frozenset({"Q4_1", "Q4_K", "Q6_K"})), None).notes()
+    assert "blocks of Q4_1 stay packed" in exact
+    assert "rounded" not in exact
+    assert "blocks of Q4_1 and Q4_K stay packed" in rounded
+    assert "Q4_K are rounded to float16" in rounded
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -25,9 +25,9 @@ class DenseParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockParts(msgspec.Struct, frozen=True, kw_only=True):
-    """As `DenseParts`, of weights that stay in blocks."""
+    """As `DenseParts`, of sources that stay in blocks, or of which some do."""
 
-    #: uint8 [O, bytes of this rank's columns] of each source; may be views of a mapped file.
+    #: Of each source uint8 [O, bytes of this rank's columns], or dense [O, I]; may be views of a mapped file.
     weights: tuple[Tensor, ...]
     bias: Tensor | None
     all_reduce: Callable[[Tensor], Tensor] | None
@@ -71,19 +71,23 @@ def read_dense(spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: st
 
 
 def read_blocks(
-    spec: LinearSpec, checkpoint: Checkpoint, shard: Shard, dtype: str, device: str, *, block: int, block_bytes: int
+    spec: LinearSpec,
+    checkpoint: Checkpoint,
+    shard: Shard,
+    dtype: str,
+    device: str,
+    *,
+    blocks: Sequence[tuple[int, int] | None],
 ) -> BlockParts:
-    """As `read_dense`, without dequantising: every source is stored in blocks of `block` numbers in `block_bytes`.
-    `dtype` is the bias's; blocks are on the CPU. ConfigError as well for a rank's columns that are no whole blocks."""
+    """As `read_dense`, without dequantising: each source's blocks hold so many numbers in so many bytes, as `blocks`
+    says in the order of the sources; a source that has None there is read dense.
+    `dtype` and `device` are the bias's and dense sources'; blocks are on the CPU. ConfigError as well for a rank's
+    columns that are no whole blocks."""
     reading = _Reading(spec, checkpoint, shard)
-    column, columns = input_part(spec, shard)
-    if column % block or columns % block:
-        raise ConfigError(f"{spec.name}: {columns} columns a rank are no whole blocks of {block}")
-    first, width = column // block * block_bytes, columns // block * block_bytes
     return BlockParts(
         weights=tuple(
-            checkpoint.read_blocks(name)[start : start + rows, first : first + width]
-            for name, (start, rows) in zip(weight_names(spec), output_parts(spec, shard), strict=True)
+            reading.part(name, dtype, device) if sizes is None else reading.blocks(name, *sizes)
+            for name, sizes in zip(weight_names(spec), blocks, strict=True)
         ),
         bias=reading.bias(dtype, device),
         all_reduce=reading.all_reduce,
@@ -122,6 +126,14 @@ class _Reading:
         by_column = self._by_input and suffix == "weight"
         start, length = self._columns if by_column else self._rows[source]
         return self._checkpoint.read(name, dtype=dtype, device=device, dim=int(by_column), start=start, length=length)
+
+    def blocks(self, name: str, numbers: int, nbytes: int) -> Tensor:
+        """This rank's part of a weight whose blocks have so many numbers and bytes."""
+        (column, columns), (start, rows) = self._columns, self._rows[name.rpartition(".")[0]]
+        if column % numbers or columns % numbers:
+            raise ConfigError(f"{self._spec.name}: {columns} columns a rank are no whole blocks of {numbers}")
+        first, width = column // numbers * nbytes, columns // numbers * nbytes
+        return self._checkpoint.read_blocks(name)[start : start + rows, first : first + width]
 
     def bias(self, dtype: str, device: str) -> Tensor | None:
         if not self._spec.bias:

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import numpy
 
-from .block_tiles import BLOCK, KINDS, LANES, ROWS, block_tile, round_block
+from .block_kinds import BLOCK, LANES
+from .block_rows import round_block, round_halves
+from .block_tiles import ROWS, block_tile
 from .project_kernel import add_row, gate_row, norm_row
 from .vectors import barrier, get, get_double, get_long, inner, kernel, put, team_size, thread_number
 
@@ -21,19 +23,17 @@ _FEATURES: Final = _RUN * LANES
 #: float32 numbers of scratch that a thread needs: both halves of a gated run.
 SCRATCH: Final = 2 * ROWS * _FEATURES
 #: T, I, O; x, step of its rows; records, bytes of a tile's, their kind; bias; activation; residual, step of its rows;
-#: norm's weight; prepared rows [1 or threads, T], bytes of one; scratch; out; zero; eps, offset
-LAYOUT: Final = "18q2d"
-#: Numbers of the kinds in a call.
-KIND_NUMBERS: Final = {name: number for number, name in enumerate(KINDS)}
+#: norm's weight; prepared rows [1 or threads, T], bytes of one; scratch; out, step of its rows; zero, sums of a block;
+#: eps, offset
+LAYOUT: Final = "20q2d"
 
-_q4_0_four, _q4_0_one = block_tile(KINDS["Q4_0"], 4), block_tile(KINDS["Q4_0"], 1)
-_q4_1_four, _q4_1_one = block_tile(KINDS["Q4_1"], 4), block_tile(KINDS["Q4_1"], 1)
-_q8_0_four, _q8_0_one = block_tile(KINDS["Q8_0"], 4), block_tile(KINDS["Q8_0"], 1)
+_four, _one = block_tile(ROWS), block_tile(1)
 
 
 def row_bytes(size: int) -> int:
-    """Of a prepared row: its bytes, scales and sums, then room for the normed row, rounded up to cache lines."""
-    return -(-(size + 8 * (size // BLOCK) + 4 * size) // 64) * 64
+    """Of a prepared row: its bytes, scales and sums, of which a block has one or two, then room for the normed row,
+    rounded up to cache lines."""
+    return -(-(size + 12 * (size // BLOCK) + 4 * size) // 64) * 64
 
 
 @inner()
@@ -49,20 +49,24 @@ def _prepare(
     out: int,
     step: int,
     zero: int,
+    sums: int,
 ) -> None:
-    """Rows first .. last - 1, normed if they are to be, rounded."""
+    """Rows first .. last - 1, normed if they are to be, rounded, with so many sums a block."""
     blocks = size // BLOCK
     for row in range(first, last):
         source, mine = x + row * x_step, out + row * step
         scales = mine + size
         totals = scales + 4 * blocks
         if norm != 0:
-            normed = totals + 4 * blocks
+            normed = totals + 8 * blocks
             norm_row(source, size, norm, normed, eps, offset)
             source = normed
         for block in range(blocks):
-            place = 4 * block
-            round_block(source + 4 * BLOCK * block, mine + BLOCK * block, scales + place, totals + place, zero)
+            part, target, scale = source + 4 * BLOCK * block, mine + BLOCK * block, scales + 4 * block
+            if sums == 1:
+                round_block(part, target, scale, totals + 4 * block, zero)
+            else:
+                round_halves(part, target, scale, totals + 8 * block, zero)
 
 
 @inner()
@@ -71,21 +75,10 @@ def _tiles(kind: int, rows: int, count: int, x: int, x_step: int, w: int, w_step
     for tile in range(count):
         place, weights = out + 4 * LANES * tile, w + tile * w_step
         if rows == ROWS:
-            if kind == 0:
-                _q4_0_four(x, x_step, weights, 0, blocks, place, 4 * _FEATURES)
-            elif kind == 1:
-                _q4_1_four(x, x_step, weights, 0, blocks, place, 4 * _FEATURES)
-            else:
-                _q8_0_four(x, x_step, weights, 0, blocks, place, 4 * _FEATURES)
+            _four(x, x_step, weights, kind, blocks, place, 4 * _FEATURES)
         else:
             for row in range(rows):
-                mine, target = x + row * x_step, place + 4 * _FEATURES * row
-                if kind == 0:
-                    _q4_0_one(mine, x_step, weights, 0, blocks, target, 0)
-                elif kind == 1:
-                    _q4_1_one(mine, x_step, weights, 0, blocks, target, 0)
-                else:
-                    _q8_0_one(mine, x_step, weights, 0, blocks, target, 0)
+                _one(x + row * x_step, x_step, weights, kind, blocks, place + 4 * _FEATURES * row, 0)
 
 
 @inner()
@@ -100,8 +93,14 @@ def project_blocks(call: int) -> None:
     x, x_step, weight, w_step = get_long(call, 3), get_long(call, 4), get_long(call, 5), get_long(call, 6)
     kind, bias, activation = get_long(call, 7), get_long(call, 8), get_long(call, 9)
     residual, residual_step, norm = get_long(call, 10), get_long(call, 11), get_long(call, 12)
-    prepared, prepared_step, out = get_long(call, 13), get_long(call, 14), get_long(call, 16)
-    eps, offset = numpy.float32(get_double(call, 18)), numpy.float32(get_double(call, 19))
+    prepared, prepared_step, out, out_step = (
+        get_long(call, 13),
+        get_long(call, 14),
+        get_long(call, 16),
+        get_long(call, 17),
+    )
+    zero, sums = get_long(call, 18), get_long(call, 19)
+    eps, offset = numpy.float32(get_double(call, 20)), numpy.float32(get_double(call, 21))
     threads, thread = numpy.int64(team_size()), numpy.int64(thread_number())
     scratch = get_long(call, 15) + 4 * thread * SCRATCH
     # Few rows: each thread for itself, which is cheaper than to wait for each other
@@ -110,14 +109,13 @@ def project_blocks(call: int) -> None:
         prepared += thread * rows * prepared_step
     first = rows * thread // threads if shared else 0
     last = rows * (thread + 1) // threads if shared else rows
-    _prepare(first, last, x, x_step, size, norm, eps, offset, prepared, prepared_step, get_long(call, 17))
+    _prepare(first, last, x, x_step, size, norm, eps, offset, prepared, prepared_step, zero, sums)
     if shared:
         barrier()
     blocks, tiles = size // BLOCK, (features + LANES - 1) // LANES
     first, last = tiles * thread // threads, tiles * (thread + 1) // threads
     up = weight + features // LANES * w_step  # where gated, features are whole tiles
     gated = scratch + 4 * ROWS * _FEATURES
-    step = 4 * features
     for run in range(first, last, _RUN):
         count = last - run if last - run < _RUN else _RUN
         feature = run * LANES
@@ -129,13 +127,13 @@ def project_blocks(call: int) -> None:
             if activation != 0:
                 _tiles(kind, group, count, source, prepared_step, up + run * w_step, w_step, blocks, gated)
             for row in range(group):
-                mine, target = scratch + 4 * _FEATURES * row, out + (start + row) * step + 4 * feature
+                mine, target = scratch + 4 * _FEATURES * row, out + (start + row) * out_step + 4 * feature
                 if bias != 0:
                     add_row(mine, bias + 4 * feature, width)
                 if activation != 0:
                     other = gated + 4 * _FEATURES * row
                     if bias != 0:
-                        add_row(other, bias + step + 4 * feature, width)
+                        add_row(other, bias + 4 * (features + feature), width)
                     gate_row(mine, other, width, target, activation)
                 else:
                     _copy_row(mine, width, target)

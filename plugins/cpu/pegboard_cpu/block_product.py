@@ -11,11 +11,14 @@ from torch import Tensor
 from pegboard.contracts.ops import Activation, Norm
 
 from . import block_kernel, team
-from .block_tiles import BLOCK, LANES, Kind
+from .block_kinds import KINDS, LANES, Kind
+from .block_records import make_records
 from .functions import ACTIVATIONS
 
 #: Bytes of weights that a thread should have to read before it is worth waking.
 _ENOUGH: Final = 1 << 14
+#: Kinds as the kernel knows them.
+_NUMBERS: Final = {name: number for number, name in enumerate(KINDS)}
 
 
 class Workplace:
@@ -42,7 +45,7 @@ class Workplace:
 
 
 class BlocksProduct:
-    """x W^T with what stands around it, over one weight's records."""
+    """x W^T with what stands around it, over the records of one kind of blocks."""
 
     #: Features of a tile.
     lanes: Final = LANES
@@ -50,29 +53,28 @@ class BlocksProduct:
     def __init__(self, workplace: Workplace, kind: Kind, sources: Sequence[Tensor], bias: Tensor | None) -> None:
         records = make_records(kind, sources)
         self._workplace, self._records, self._bias = workplace, records, bias
-        self._features = sum(source.shape[0] for source in sources)
-        self._size = sources[0].shape[1] // kind.block_bytes * BLOCK
+        #: Output features, both halves' where they are gated.
+        self.features: Final = sum(source.shape[0] for source in sources)
+        self._size = sources[0].shape[1] // kind.file_bytes * kind.columns
         self._step = block_kernel.row_bytes(self._size)
-        self._weight = records.data_ptr(), records.stride(0), block_kernel.KIND_NUMBERS[kind.name]
+        self._weight = records.data_ptr(), records.stride(0), _NUMBERS[kind.name]
         self._bias_place = 0 if bias is None else bias.data_ptr()
-        self._zero = kind.zero
+        self._zero, self._sums = kind.zero, kind.sums
         self.nbytes: Final = records.nbytes
 
     def __call__(
         self,
         x: Tensor,
+        out: Tensor,
         *,
         biased: bool,
         norm: Norm | None = None,
         activation: Activation | None = None,
         residual: Tensor | None = None,
-    ) -> Tensor:
-        """residual + act(norm(x) W^T + b) for x [T, I]; float32, rows of x and of the residual lie side by side."""
+    ) -> None:
+        """residual + act(norm(x) W^T + b) for x [T, I] into `out`, of T, I above 0; float32, the numbers of a row of x,
+        residual and out side by side."""
         rows, place = x.shape[0], self._workplace
-        features = self._features if activation is None else self._features // 2
-        out = x.new_empty(rows, features)
-        if not rows:
-            return out
         threads = torch.get_num_threads()
         if self.nbytes * rows < threads * _ENOUGH:
             threads = max(1, rows * self.nbytes // _ENOUGH)
@@ -82,7 +84,7 @@ class BlocksProduct:
             threads,
             rows,
             self._size,
-            features,
+            out.shape[1],
             x.data_ptr(),
             4 * x.stride(0),
             *self._weight,
@@ -95,34 +97,9 @@ class BlocksProduct:
             self._step,
             place.scratch,
             out.data_ptr(),
+            4 * out.stride(0),
             self._zero,
+            self._sums,
             0.0 if norm is None else norm.eps,
             0.0 if norm is None else norm.offset,
         )
-        return out
-
-
-def records_bytes(kind: Kind, rows: int, columns: int) -> int:
-    """Bytes of [rows, columns] as records: features are filled up to whole tiles."""
-    return -(-rows // LANES) * LANES * (columns // BLOCK) * kind.block_bytes
-
-
-def make_records(kind: Kind, sources: Sequence[Tensor]) -> Tensor:
-    """Blocks as stored, uint8 [rows, bytes a row] of each source, as records [tiles, bytes] (see `block_tiles`)."""
-    rows, width = sum(source.shape[0] for source in sources), sources[0].shape[1]
-    tiles, blocks = -(-rows // LANES), width // kind.block_bytes
-    stored = torch.zeros(tiles * LANES, width, dtype=torch.uint8, device="cpu")
-    torch.cat([*sources], out=stored[:rows])
-    by_tile = stored.view(tiles, LANES, blocks, kind.block_bytes)
-    heads = kind.block_bytes - BLOCK * kind.bits // 8
-    records = torch.empty(tiles, blocks * LANES * kind.block_bytes, dtype=torch.uint8, device="cpu")
-    parts = records.view(tiles, blocks, LANES * kind.block_bytes)
-    # [tile, lane, block, number of it, byte] -> [tile, block, number, lane, byte]
-    for start, stop, unit in ((0, heads, 2), (heads, kind.block_bytes, 4)):
-        count = (stop - start) // unit
-        values = by_tile[..., start:stop].view(tiles, LANES, blocks, count, unit).permute(0, 2, 3, 1, 4)
-        target = parts[..., start * LANES : stop * LANES].view(tiles, blocks, count, LANES, unit)
-        target.copy_(values)
-    if kind.bits == 8 and not kind.signed:
-        parts[..., heads * LANES :].bitwise_xor_(0x80)
-    return records

@@ -1,29 +1,45 @@
-"""Quantizer `blocks-cpu`: GGUF blocks stay as they are in memory, and are multiplied so."""
+"""Quantizer `blocks-cpu`: GGUF blocks stay packed in memory, and are multiplied so."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from torch import Tensor
 from torch.nn.functional import linear
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import Linear, LinearSpec, Quantizer, QuantizerNeed, Shard
-from pegboard.linears import DenseParts, read_blocks, read_dense, scheme_refusals, shape_of, stored_names, weight_names
+from pegboard.linears import (
+    DenseParts,
+    output_parts,
+    read_blocks,
+    read_dense,
+    scheme_refusals,
+    shape_of,
+    stored_names,
+    weight_names,
+)
 
 from . import team
 from .blocks import BlocksLinear
 
+if TYPE_CHECKING:
+    from .block_kinds import Kind
+
+T = TypeVar("T")
+
 #: GGUF's names of the block types that have a kernel.
-SERVED: Final = ("Q4_0", "Q4_1", "Q8_0")
+SERVED: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 logger = logging.getLogger("pegboard")
 
 
 class BlocksCpuQuantizer(Quantizer):
-    """Serves linears whose sources are all of one type of `SERVED`; makes the others dense float32 and says so."""
+    """Serves linears whose sources are all of types of `SERVED`; makes the others dense float32 and says so."""
 
     def __init__(self) -> None:
         from .block_product import Workplace
@@ -37,7 +53,7 @@ class BlocksCpuQuantizer(Quantizer):
             return [f"has kernels for CPUs only, not for {need.device.type}: use quantizer 'none' there"]
         reasons = team.refusals() + scheme_refusals(need)
         if not reasons:
-            from .block_tiles import REFUSAL
+            from .block_kinds import REFUSAL
 
             reasons += [REFUSAL] if REFUSAL else []
         if need.dtype != "float32":
@@ -55,32 +71,36 @@ class BlocksCpuQuantizer(Quantizer):
         return stored_names(spec)
 
     def bytes_for(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> int:
-        from .block_product import records_bytes
+        from .block_records import records_bytes
 
         rows, columns = shape_of(spec, shard)
         dense, bias = 4 * rows * columns, 4 * rows if spec.bias else 0
-        kind = _kind(spec, stored, shard)
-        if kind is None:
+        kinds = _kinds(spec, stored, shard)
+        if kinds is None:
             return dense + bias
-        return records_bytes(kind, rows, columns) + bias + (dense if spec.tied else 0)
+        held = sum(
+            records_bytes(kind, sum(length for _, length in parts), columns)
+            for kind, parts in _runs(kinds, output_parts(spec, shard))
+        )
+        return held + bias + (dense if spec.tied else 0)
 
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> Linear:
         from .block_product import BlocksProduct
-        from .block_tiles import BLOCK
 
-        kind = _kind(spec, checkpoint.tensors(), shard)
-        if kind is None:
+        kinds = _kinds(spec, checkpoint.tensors(), shard)
+        if kinds is None:
             dense = read_dense(spec, checkpoint, shard, "float32", "cpu")
             self._tell(spec, checkpoint.tensors())
             return DenseLinear(dense)
-        parts = read_blocks(spec, checkpoint, shard, "float32", "cpu", block=BLOCK, block_bytes=kind.block_bytes)
-        return BlocksLinear(
-            BlocksProduct(self._workplace, kind, parts.weights, parts.bias),
-            shape_of(spec, shard),
-            parts.bias,
-            parts.partition,
-            parts.all_reduce,
-        )
+        blocks = [(kind.columns, kind.file_bytes) for kind in kinds]
+        parts = read_blocks(spec, checkpoint, shard, "float32", "cpu", blocks=blocks)
+        products, start = [], 0
+        for kind, weights in _runs(kinds, parts.weights):
+            rows = sum(weight.shape[0] for weight in weights)
+            bias = None if parts.bias is None else parts.bias[start : start + rows]
+            products.append(BlocksProduct(self._workplace, kind, weights, bias))
+            start += rows
+        return BlocksLinear(products, shape_of(spec, shard), parts.bias, parts.partition, parts.all_reduce)
 
     def _tell(self, spec: LinearSpec, stored: Mapping[str, TensorInfo]) -> None:
         storages = " and ".join(sorted({stored[name].storage for name in weight_names(spec)}))
@@ -116,11 +136,20 @@ class DenseLinear:
         return self._weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def _kind(spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> Any:
-    """The `Kind` of all its sources, which a rank has whole blocks of; None: it becomes dense."""
-    from .block_tiles import BLOCK, KINDS
+def _kinds(spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> list[Kind] | None:
+    """The `Kind` of each source, all of which a rank has whole blocks of; None: it becomes dense."""
+    from .block_kinds import KINDS
 
-    storages = {stored[name].storage if name in stored else None for name in weight_names(spec)}
-    if len(storages) > 1 or shape_of(spec, shard)[1] % BLOCK:
-        return None
-    return KINDS.get(storages.pop() or "")
+    columns, found = shape_of(spec, shard)[1], []
+    for name in weight_names(spec):
+        kind = KINDS.get(stored[name].storage) if name in stored else None
+        if kind is None or columns % kind.columns:
+            return None
+        found.append(kind)
+    return found
+
+
+def _runs(kinds: Sequence[Kind], parts: Sequence[T]) -> Iterator[tuple[Kind, list[T]]]:
+    """What sources have that follow each other and are of one kind."""
+    for kind, run in groupby(zip(kinds, parts, strict=True), key=itemgetter(0)):
+        yield kind, [part for _, part in run]

@@ -32,7 +32,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             role="quantizer",
             name="blocks-cpu",
             factory="pegboard_cpu.blocks_quantizer:BlocksCpuQuantizer",
-            summary="GGUF blocks kept as they are (Q4_0, Q4_1, Q8_0), activations rounded to bytes",
+            summary="GGUF blocks kept packed (Q4_0 to Q8_0, Q4_K to Q6_K), activations rounded to bytes",
             requires=("numba",),
             install='pip install "pegboard[cpu]"',
             devices=("cpu",),

@@ -63,10 +63,10 @@ class Loop:
 
     def close(self, carried: list[Any]) -> None:
         builder = self._builder
-        following = builder.add(self.index, self._step)
-        self.index.add_incoming(following, self._block)
+        following, last = builder.add(self.index, self._step), builder.block  # behind a loop within, if there is one
+        self.index.add_incoming(following, last)
         for phi, value in zip(self.carried, carried, strict=True):
-            phi.add_incoming(value, self._block)
+            phi.add_incoming(value, last)
         after = builder.append_basic_block("tiled")
         builder.cbranch(builder.icmp_signed("<", following, self._stop), self._block, after)
         builder.position_at_end(after)

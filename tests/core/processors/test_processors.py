@@ -410,6 +410,7 @@ def test_the_plan_knows_them(tiny_path: Path) -> None:
         ("counting", Counting),
         ("fragile", Fragile),
         ("cycling", Cycling),
+        ("gives", Gives),
     ]
     need = made["only"].need
     assert (need.vocab_size, need.eos_ids, need.tokenizer_json) == (211, {2}, None)

@@ -15,9 +15,7 @@ from pegboard.testing.oracles.checkpoints import MemoryCheckpoint
 pytest.importorskip("numba")
 pytest.importorskip("gguf")
 
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
-
+from pegboard.testing.oracles.gguf_blocks import meant, quantized
 from pegboard_cpu.blocks_quantizer import BlocksCpuQuantizer
 
 
@@ -32,11 +30,9 @@ class BlocksSuite(QuantizerSuite):
         kind = self.storages[0]
         dense, _, bias = super().checkpoint(spec)
         names = [f"{source}.weight" for source in spec.sources]
-        blocks = {
-            name: torch.from_numpy(quantize(dense.stored[name].numpy(), GGMLQuantizationType[kind])) for name in names
-        }
+        blocks = {name: quantized(dense.stored[name], kind) for name in names}
         for name, stored in blocks.items():
-            dense.stored[name] = torch.from_numpy(dequantize(stored.numpy(), GGMLQuantizationType[kind]))
+            dense.stored[name] = meant(stored, kind)
         checkpoint = MemoryCheckpoint(dense.stored, storages=dict.fromkeys(names, kind), blocks=blocks)
         return checkpoint, torch.cat([dense.stored[name] for name in names]).double(), bias
 
@@ -54,3 +50,29 @@ class TestQ4One(BlocksSuite):
 
 class TestQ8Zero(BlocksSuite):
     storages = ("Q8_0",)
+
+
+class TestQ5Zero(BlocksSuite):
+    storages = ("Q5_0",)
+
+
+class TestQ5One(BlocksSuite):
+    storages = ("Q5_1",)
+
+
+class WideSuite(BlocksSuite):
+    """Blocks of 256: whole ones for either of two ranks."""
+
+    in_features = 512
+
+
+class TestQ4K(WideSuite):
+    storages = ("Q4_K",)
+
+
+class TestQ5K(WideSuite):
+    storages = ("Q5_K",)
+
+
+class TestQ6K(WideSuite):
+    storages = ("Q6_K",)

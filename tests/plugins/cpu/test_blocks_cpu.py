@@ -1,5 +1,5 @@
 """Quantizer `blocks-cpu`: what it computes by its definition, what it fuses, what it leaves to others, and the real
-model. Blocks are made and read by the gguf package's own quantizers."""
+model. The gguf package says what blocks mean."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from torch import Tensor
 pytest.importorskip("numba")
 pytest.importorskip("gguf")
 
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
-
 from pegboard import ConfigError, Registry, SamplingParams
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.ops import Norm
@@ -28,13 +25,14 @@ from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
 from pegboard.linears import read_blocks
 from pegboard.ops import TorchOps
 from pegboard.testing.oracles.checkpoints import MemoryCheckpoint
+from pegboard.testing.oracles.gguf_blocks import block_size, meant, quantized, random_blocks
 from pegboard_cpu import manifest, vectors
 from pegboard_cpu.blocks import BlocksLinear
 from pegboard_cpu.blocks_quantizer import BlocksCpuQuantizer
 from pegboard_cpu.ops import NumbaOps
 
 CPU = DeviceFacts(type="cpu")
-KINDS = ("Q4_0", "Q4_1", "Q8_0")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 #: Greedy ids of "Count from 1 to 20." with the model in float32.
 COUNTED = [33, 30, 216, 33, 198, 34, 30, 216, 34, 198, 35, 30, 216, 35, 198, 36]
 COUNTED += [30, 216, 36, 198, 37, 30, 216, 37, 198, 38, 30, 216, 38, 198, 39, 30]
@@ -56,9 +54,9 @@ def stored(*kinds: str, rows: int = 40, columns: int = 96, bias: bool = False, *
     )
     dense, blocks = {}, {}
     for number, kind in enumerate(kinds):
-        name, type_ = f"s{number}.weight", GGMLQuantizationType[kind]
-        blocks[name] = torch.from_numpy(quantize(normal(rows, columns, seed=number).numpy(), type_))
-        dense[name] = torch.from_numpy(dequantize(blocks[name].numpy(), type_))
+        name = f"s{number}.weight"
+        blocks[name] = quantized(normal(rows, columns, seed=number), kind)
+        dense[name] = meant(blocks[name], kind)
         if bias:
             dense[f"s{number}.bias"] = normal(rows, seed=100 + number)
     storages = {f"s{number}.weight": kind for number, kind in enumerate(kinds)}
@@ -78,9 +76,16 @@ def rounded(x: Tensor) -> Tensor:
     return ((groups / step).round() * step).flatten(1)
 
 
+def columns_of(kind: str, columns: int) -> int:
+    """At least so many, in whole blocks."""
+    block = block_size(kind)[0]
+    return -(-columns // block) * block
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "columns"), [(40, 32), (33, 96), (3, 576), (200, 1536)])
 def test_is_the_product_of_the_rounded_rows_and_the_weights(kind: str, rows: int, columns: int) -> None:
+    columns = columns_of(kind, columns)
     checkpoint, spec, weight = stored(kind, kind, rows=rows, columns=columns)
     linear = quantizer().linear(spec, checkpoint, Shard())
     assert isinstance(linear, BlocksLinear)
@@ -95,36 +100,71 @@ def test_is_the_product_of_the_rounded_rows_and_the_weights(kind: str, rows: int
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_is_the_files(kind: str) -> None:
+    """x is one number of 127 steps at a time: nothing is rounded but the products of a code, 127 and a scale, and a
+    sum with the minimum. Codes, factors and signs are random bits."""
+    columns = columns_of(kind, 96)
+    blocks = random_blocks(kind, 40, columns, seed=3)
+    weight = meant(blocks, kind)
+    spec = LinearSpec(name="proj", sources=("s0",), in_features=columns, out_features=(40,))
+    checkpoint = MemoryCheckpoint({"s0.weight": weight}, storages={"s0.weight": kind}, blocks={"s0.weight": blocks})
+    found = quantizer().linear(spec, checkpoint, Shard())(127 * torch.eye(columns)).T / 127
+    largest = weight.unflatten(1, (-1, block_size(kind)[0])).abs().amax(-1, keepdim=True)
+    error = (found.double() - weight.double()).unflatten(1, (-1, block_size(kind)[0])).abs()
+    # The parts of a difference are at most three times as large as the largest of the block
+    assert (error <= 2.0**-21 * largest).all()
+
+
+def full_blocks(kind: str) -> Tensor:
+    """[16 rows, 3 blocks of bytes]: all bits of numbers set, and in half of the rows the least that has a sign."""
+    nbytes = block_size(kind)[1]
+    blocks = torch.full((16, 3, nbytes), 0xFF, dtype=torch.uint8)
+    if kind in ("Q4_0", "Q5_0"):
+        blocks[:8] = 0
+    if kind == "Q8_0":
+        blocks[:8] = 0x80
+    if kind == "Q6_K":
+        blocks[:8, :, :192] = 0
+        blocks[:, :, 192:208] = torch.tensor([127, 0x80] * 8)  # factors, with sign
+    scales = torch.tensor([1.0, 0.5], dtype=torch.float16).view(torch.uint8)
+    if kind == "Q6_K":
+        blocks[..., 208:] = scales[:2]
+    else:
+        heads = 4 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
+        blocks[..., :heads] = scales[:heads]
+    return blocks.flatten(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_numbers_do_not_overflow(kind: str, sign: int) -> None:
     """All bits of the weights set, or the least with a sign, against 127 everywhere: nothing but sums is rounded."""
-    type_ = GGMLQuantizationType[kind]
-    blocks = torch.full((16, 3, 34 if kind == "Q8_0" else 18 if kind == "Q4_0" else 20), 0xFF, dtype=torch.uint8)
-    heads = 4 if kind == "Q4_1" else 2
-    blocks[..., :heads] = torch.tensor([1.0, 0.5][: heads // 2], dtype=torch.float16).view(torch.uint8)
-    if kind == "Q8_0":
-        blocks[:8, ..., heads:] = 0x80
-    if kind == "Q4_0":
-        blocks[:8, ..., heads:] = 0
-    blocks = blocks.flatten(1)
-    weight = torch.from_numpy(dequantize(blocks.numpy(), type_))
-    spec = LinearSpec(name="proj", sources=("s0",), in_features=96, out_features=(16,))
+    blocks, columns = full_blocks(kind), 3 * block_size(kind)[0]
+    weight = meant(blocks, kind)
+    spec = LinearSpec(name="proj", sources=("s0",), in_features=columns, out_features=(16,))
     checkpoint = MemoryCheckpoint({"s0.weight": weight}, storages={"s0.weight": kind}, blocks={"s0.weight": blocks})
-    x = torch.full((5, 96), 127.0 * sign)
+    x = torch.full((5, columns), 127.0 * sign)
     x[1:, ::2] *= -1
     found = quantizer().linear(spec, checkpoint, Shard())(x)
-    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-6, atol=1e-3)
+    # What is cancelled within a row is rounded, too
+    size = x.double().abs() @ weight.double().abs().T
+    error = (found.double() - x.double() @ weight.double().T).abs()
+    assert (error <= 1e-6 * size.clamp(min=1)).all()
 
 
+@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q6_K", "Q6_K"), ("Q4_K", "Q6_K")], ids="+".join)
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_ops_fuse_what_stands_around_it(rows: int, activation: Any, bias: bool) -> None:
-    checkpoint, spec, _ = stored("Q4_1", "Q4_1", rows=160, columns=192, bias=bias)
+def test_ops_fuse_what_stands_around_it(kinds: tuple[str, str], rows: int, activation: Any, bias: bool) -> None:
+    columns = columns_of(kinds[0], 192)
+    checkpoint, spec, _ = stored(*kinds, rows=160, columns=columns, bias=bias)
     linear = quantizer().linear(spec, checkpoint, Shard())
-    x = normal(rows, 192, seed=1) * torch.logspace(-2, 2, rows)[:, None]
+    assert isinstance(linear, BlocksLinear)
+    assert linear.fuses(activation) == (activation is None or kinds[0] == kinds[1])
+    x = normal(rows, columns, seed=1) * torch.logspace(-2, 2, rows)[:, None]
     residual = normal(rows, 160 if activation else 320, seed=2)
-    norm = Norm(weight=normal(192, seed=3), eps=1e-5, offset=1.0)
+    norm = Norm(weight=normal(columns, seed=3), eps=1e-5, offset=1.0)
     given = {"norm": norm, "activation": activation}
     found = NumbaOps(False).project(x, linear, **given, residual=residual.clone())
     # A norm that is rounded otherwise moves few inputs by a step
@@ -156,7 +196,46 @@ def test_zero_and_broken_rows() -> None:
     assert linear(x[:0]).shape == (0, 40)
 
 
-@pytest.mark.parametrize("kinds", [("Q5_0",), ("Q4_0", "Q8_0")], ids="+".join)
+@pytest.mark.parametrize(
+    ("kinds", "columns"),
+    [
+        (("Q4_K", "Q4_K", "Q6_K"), 512),
+        (("Q8_0", "Q5_0", "Q5_0"), 96),
+        (("Q4_1", "Q6_K", "Q5_K"), 256),
+        (("Q4_0", "Q8_0", "Q4_0"), 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("partition", [None, "output", "input"])
+def test_sources_of_several_types(kinds: tuple[str, ...], columns: int, partition: Any, caplog: Any) -> None:
+    """Each has its rows of the result, its rows of the bias, and its bytes; ranks have parts of each."""
+    checkpoint, spec, weight = stored(*kinds, columns=columns, partition=partition, bias=True)
+    bias = torch.cat([checkpoint.stored[f"{source}.bias"] for source in spec.sources])
+    size = 1 if partition is None or columns // 2 % block_size(kinds[-1])[0] else 2
+    parts, makes = [], quantizer()
+    for rank in range(size):
+        shard = Shard(rank=rank, size=size, all_reduce=lambda part: part.clone())
+        linear = makes.linear(spec, checkpoint, shard)
+        assert isinstance(linear, BlocksLinear)
+        assert linear.weight_bytes == makes.bytes_for(spec, checkpoint.tensors(), shard)
+        parts.append(linear)
+    x = normal(6, columns, seed=1)
+    expected = rounded(x) @ weight.T + bias.double()
+    if partition == "output" and size == 2:
+        halves = [linear(x).view(6, 3, 20) for linear in parts]
+        found = torch.cat(halves, 2).flatten(1)
+    elif partition == "input" and size == 2:
+        half = columns // 2
+        found = parts[0](x[:, :half]) + parts[1](x[:, half:]) - bias
+    else:
+        found = parts[0](x)
+        alone = torch.cat([parts[0](row) for row in x.split(1)])
+        assert torch.equal(found, alone)
+    assert ((found - expected).norm() / expected.norm()) < 1e-3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kinds", [("MXFP4",), ("Q4_0", "MXFP4")], ids="+".join)
 def test_what_has_no_kernel_is_dequantised_and_said(kinds: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     checkpoint, spec, weight = stored(*kinds, bias=True)
     makes = quantizer()
@@ -164,7 +243,7 @@ def test_what_has_no_kernel_is_dequantised_and_said(kinds: tuple[str, ...], capl
         linear = makes.linear(spec, checkpoint, Shard())
         makes.linear(spec, checkpoint, Shard())
     assert caplog.text.count("dequantised") == 1  # once a kind, not once a layer
-    assert " and ".join(kinds) in caplog.text
+    assert " and ".join(sorted(kinds)) in caplog.text
     assert linear.weight is not None
     assert torch.equal(linear.weight.double(), weight)
     assert (
@@ -190,7 +269,7 @@ def test_columns_of_a_rank_that_are_no_whole_blocks_are_dequantised(caplog: pyte
 
 def test_blocks_of_a_rank_are_whole() -> None:
     checkpoint, spec, _ = stored("Q4_0", "Q4_0", columns=128, partition="input", bias=True)
-    read = {"block": 32, "block_bytes": 18}
+    read = {"blocks": [(32, 18), (32, 18)]}
     shard = Shard(rank=1, size=2, all_reduce=lambda part: part)
     parts = read_blocks(spec, checkpoint, shard, "float32", "cpu", **read)
     for number, weight in enumerate(parts.weights):
@@ -200,10 +279,28 @@ def test_blocks_of_a_rank_are_whole() -> None:
         read_blocks(spec, checkpoint, Shard(rank=0, size=8, all_reduce=shard.all_reduce), "float32", "cpu", **read)
 
 
-@pytest.mark.parametrize(("kind", "block"), [("Q4_0", 18), ("Q4_1", 20), ("Q8_0", 34)])
-def test_bytes_are_the_files(kind: str, block: int) -> None:
-    checkpoint, spec, _ = stored(kind, rows=64, columns=96, bias=True)
-    own = 64 * 3 * block + 64 * 4
+@pytest.mark.parametrize(("columns", "packed"), [(768, False), (512, True)])
+def test_columns_of_a_rank_that_are_no_whole_blocks_of_256(columns: int, packed: bool, caplog: Any) -> None:
+    checkpoint, spec, weight = stored("Q4_K", columns=columns, partition="input")
+    shard, makes = Shard(rank=1, size=2, all_reduce=lambda part: part), quantizer()
+    with caplog.at_level("WARNING", logger="pegboard"):
+        linear = makes.linear(spec, checkpoint, shard)
+    assert linear.weight_bytes == makes.bytes_for(spec, checkpoint.tensors(), shard)
+    if packed:
+        assert isinstance(linear, BlocksLinear)
+        assert not caplog.records
+    else:
+        assert linear.weight is not None
+        assert torch.equal(linear.weight.double(), weight[:, columns // 2 :])
+        assert "Q4_K in 768 columns" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_the_files(kind: str) -> None:
+    """But for the factors of Q4_K and Q5_K, which have 6 bits there and a byte each in memory."""
+    numbers, block = block_size(kind)
+    checkpoint, spec, _ = stored(kind, rows=64, columns=3 * numbers, bias=True)
+    own = 64 * 3 * (block + (4 if kind in ("Q4_K", "Q5_K") else 0)) + 64 * 4
     assert quantizer().bytes_for(spec, checkpoint.tensors(), Shard()) == own
     assert quantizer().linear(spec, checkpoint, Shard()).weight_bytes == own
 
@@ -221,8 +318,8 @@ def test_refusals() -> None:
     assert "not bfloat16" in dtype
     [scheme] = of(scheme={"quant_method": "awq"})
     assert "'awq'" in scheme
-    [kinds] = of(storages=frozenset({"Q6_K", "float32"}))
-    assert "Q6_K" in kinds
+    [kinds] = of(storages=frozenset({"Q3_K", "float32"}))
+    assert "Q3_K" in kinds
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +370,7 @@ def test_cpus_without_products_of_four_bytes(name: str, tmp_path: Path) -> None:
     if name != "haswell":
         features += ",+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"
     numba = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
-    tests = ["product_of_the_rounded", "largest_numbers", "fuse", "broken"]
+    tests = ["product_of_the_rounded", "every_weight", "largest_numbers", "fuse", "broken"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", " or ".join(tests), __file__],
         env=os.environ | numba,

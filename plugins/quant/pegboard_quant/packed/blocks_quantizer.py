@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
 from pegboard.dtypes import element_bytes
-from pegboard.linears import read_blocks, scheme_refusals, shape_of, stored_names, weight_names
+from pegboard.errors import CheckpointError
+from pegboard.linears import output_parts, read_blocks, scheme_refusals, shape_of, stored_names, weight_names
 
 from ..dense import DenseQuantizer
 from ..int4.choice import kernel_refusal, new_launcher
-from ..int4.layout import tile, tiled_bytes
+from ..int4.layout import TiledWeight, tile, tiled_bytes
 from ..linears import ShardLinear
 from ..options import DenseOptions
-from .gguf_blocks import BLOCK, KINDS, BlockKind, read_blocks_as_codes
+from .gguf_blocks import GROUP, KINDS, BlockKind, read_blocks_as_codes
 from .linear import GroupLinear, PackedParts, Pieces
 from .quantizers import path_refusals
+
+T = TypeVar("T")
 
 logger = logging.getLogger("pegboard")
 
 
 class BlocksCudaQuantizer(Quantizer):
-    """Serves linears whose sources are all of one type of `KINDS`: the weights are the file's, rounded to the dtype of
-    activations as dense ones are, and take a third of their bytes. Others become dense, and it says so."""
+    """Keeps sources of types of `KINDS`: the weights are the file's (of Q4_K with scales and offsets rounded to
+    float16), rounded to the dtype of activations as dense ones are, and take a third of their bytes. Others become
+    dense, also beside them in one linear, and it says so."""
 
     def __init__(self, need: QuantizerNeed) -> None:
         self._need = need
@@ -53,49 +60,72 @@ class BlocksCudaQuantizer(Quantizer):
 
     def notes(self) -> Sequence[str]:
         kept = sorted(self._need.storages & set(KINDS))
-        return [f"blocks of {' and '.join(kept)} stay packed and are multiplied by Triton kernels; others become dense"]
+        rounded = "; scales and offsets of Q4_K are rounded to float16" if "Q4_K" in kept else ""
+        packed = f"blocks of {' and '.join(kept)} stay packed and are multiplied by Triton kernels"
+        return [f"{packed}; others become dense{rounded}"]
 
     def tensor_names(self, spec: LinearSpec, names: Mapping[str, Any]) -> tuple[str, ...]:
         return stored_names(spec)
 
     def bytes_for(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> int:
-        if _kind(spec, stored, shard) is None:
+        kinds = _kinds(spec, stored, shard)
+        if not any(kinds):
             return self._dense.bytes_for(spec, stored, shard)
         rows, columns = shape_of(spec, shard)
         size = element_bytes(self._need.dtype)
-        table = rows * columns * size if spec.tied else 0
-        return tiled_bytes(rows, columns, BLOCK, ordered=False) + (rows * size if spec.bias else 0) + table
+        held = rows * size if spec.bias else 0
+        for kind, parts in _runs(kinds, output_parts(spec, shard)):
+            count = sum(length for _, length in parts)
+            held += count * columns * size if kind is None else tiled_bytes(count, columns, GROUP, ordered=False)
+        return held + (rows * columns * size if spec.tied else 0)
 
     def linear(self, spec: LinearSpec, checkpoint: Checkpoint, shard: Shard) -> ShardLinear:
         stored = checkpoint.tensors()
-        kind = _kind(spec, stored, shard)
-        if kind is None:
-            self._tell(spec, stored)
+        kinds = _kinds(spec, stored, shard)
+        if not all(kinds):
+            self._tell(spec, stored, kinds)
+        if not any(kinds):
             return self._dense.linear(spec, checkpoint, shard)
-        parts = read_blocks(
-            spec, checkpoint, shard, self._need.dtype, self._device, block=BLOCK, block_bytes=kind.nbytes
+        sizes = [None if kind is None else (kind.columns, kind.nbytes) for kind in kinds]
+        parts = read_blocks(spec, checkpoint, shard, self._need.dtype, self._device, blocks=sizes)
+        pieces = tuple(self._piece(spec, kind, weights) for kind, weights in _runs(kinds, parts.weights))
+        made = PackedParts(
+            weight=Pieces(pieces=pieces), bias=parts.bias, all_reduce=parts.all_reduce, partition=parts.partition
         )
-        blocks = torch.cat([part.to(self._device) for part in parts.weights])
-        weight = Pieces(pieces=(tile(read_blocks_as_codes(blocks, kind)),))
-        made = PackedParts(weight=weight, bias=parts.bias, all_reduce=parts.all_reduce, partition=parts.partition)
         return GroupLinear(made, self._launcher)
 
-    def _tell(self, spec: LinearSpec, stored: Mapping[str, TensorInfo]) -> None:
-        storages = " and ".join(sorted({stored[name].storage for name in weight_names(spec) if name in stored}))
+    def _piece(self, spec: LinearSpec, kind: BlockKind | None, weights: Sequence[Tensor]) -> TiledWeight | Tensor:
+        whole = torch.cat([weight.to(self._device) for weight in weights])
+        if kind is None:
+            return whole
+        try:
+            return tile(read_blocks_as_codes(whole, kind))
+        except CheckpointError as error:
+            raise CheckpointError(f"{spec.name}: {error}; quantizer 'none' reads such weights") from None
+
+    def _tell(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], kinds: Sequence[BlockKind | None]) -> None:
+        names = [name for name, kind in zip(weight_names(spec), kinds, strict=True) if kind is None and name in stored]
+        storages = " and ".join(sorted({stored[name].storage for name in names}))
         if storages not in self._told:
             self._told.add(storages)
             logger.warning(
-                "%s is stored as %s, for which quantizer 'blocks-cuda' has no kernel: it is dequantised to %s, and so "
-                "are all such",
+                "%s holds %s in %d columns, for which quantizer 'blocks-cuda' has no kernel: they are dequantised to "
+                "%s, and so are all such",
                 spec.name,
                 storages,
+                spec.in_features,
                 self._need.dtype,
             )
 
 
-def _kind(spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> BlockKind | None:
-    """Of all its sources, which a rank has whole blocks of; None: it becomes dense."""
-    storages = {stored[name].storage if name in stored else None for name in weight_names(spec)}
-    if len(storages) > 1 or shape_of(spec, shard)[1] % BLOCK:
-        return None
-    return KINDS.get(storages.pop() or "")
+def _kinds(spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> list[BlockKind | None]:
+    """Of each source, if a rank has whole blocks of it; None: it becomes dense."""
+    columns = shape_of(spec, shard)[1]
+    kinds = [KINDS.get(stored[name].storage) if name in stored else None for name in weight_names(spec)]
+    return [None if kind is None or columns % kind.columns else kind for kind in kinds]
+
+
+def _runs(kinds: Sequence[BlockKind | None], parts: Sequence[T]) -> Iterator[tuple[BlockKind | None, list[T]]]:
+    """What sources have that follow each other and are of one kind."""
+    for kind, run in groupby(zip(kinds, parts, strict=True), key=itemgetter(0)):
+        yield kind, [part for _, part in run]

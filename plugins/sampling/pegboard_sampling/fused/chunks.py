@@ -1,7 +1,7 @@
 """The pass over the logits: each program reads a chunk of a row once and leaves what the choice needs of it.
 
 Bytes: the logits, and 4 for each group of 128 of them. Limit: the memory's bandwidth; for rows that only add noise the
-arithmetic of the noise."""
+arithmetic of the noise; for top-p alone, which asks of each token how far below the best it is, that arithmetic too."""
 
 from __future__ import annotations
 
@@ -13,15 +13,42 @@ from . import values as v
 
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
+#: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest.
+_DEPTHS = tl.constexpr((3.0, 4.5, 6.0, 8.0))
+POINTS = tl.constexpr(4)
+#: Columns of a profile: all tokens, the points, nothing.
+COLUMNS = tl.constexpr(8)
 
 
 @triton.jit
 def _relative(x, peak, temperature):
-    """v.score for a bound: no choices, but where something is infinite."""
+    """v.score for bounds and sums: no choices, but where something is infinite."""
     if (peak == float("inf")) | (peak == float("-inf")):
         x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
         peak = 0.0
     return (x - peak) * v.inverse(temperature)
+
+
+@triton.jit
+def _sums_of_threads(x, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
+    """[THREADS]: what each thread adds up of a tile whose rows lie in turns before the threads, ADJACENT columns each."""
+    turns = tl.reshape(x, [x.numel // (THREADS * ADJACENT), THREADS, ADJACENT])
+    return tl.sum(tl.sum(turns, 2), 0)
+
+
+@triton.jit
+def _profile(x, weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
+    """Float32 [COLUMNS], twice: logits, and what the tokens weigh that reach them. The first are all tokens."""
+    column = tl.arange(0, COLUMNS)
+    limits = tl.full([COLUMNS], float("-inf"), tl.float32)
+    # Threads meet only once, for all columns
+    masses = tl.where((column == 0)[:, None], _sums_of_threads(weights, THREADS, ADJACENT)[None, :], 0.0)
+    for point in tl.static_range(POINTS):
+        limit = greatest - temperature * _DEPTHS[point]
+        limits = tl.where(column == point + 1, limit, limits)
+        heavy = _sums_of_threads(tl.where(x >= limit, weights, 0.0), THREADS, ADJACENT)
+        masses = tl.where((column == point + 1)[:, None], heavy[None, :], masses)
+    return limits, tl.sum(masses, 1)
 
 
 @triton.jit(do_not_specialize=["groups", "chunks"])
@@ -40,6 +67,7 @@ def read_chunks(
     statistics,
     chunk_ids,
     counts,
+    profiles,
     stride,
     vocab,
     groups,
@@ -50,11 +78,14 @@ def read_chunks(
     ADDS_NOISE: tl.constexpr,
     KEEPS_GROUPS: tl.constexpr,
     SUMS: tl.constexpr,
+    PROFILES: tl.constexpr,
     REJECTS: tl.constexpr,
     RAW: tl.constexpr,
     FAST: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
-    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N, 2] become 0."""
+    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N] become 0. For
+    top-p alone profiles [N, chunks, 2, COLUMNS]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     kind = v.integer(integers, slot, v.KIND)
@@ -75,15 +106,27 @@ def read_chunks(
     if KEEPS_GROUPS:
         tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
         if chunk == 0:
-            tl.store(counts + row * 2, 0)
-            tl.store(counts + row * 2 + 1, 0)
+            tl.store(counts + row, 0)
     if SUMS:
         sums = (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0)
         if REJECTS:
             sums |= kind == v.NOISE
         if sums:
-            scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
-            tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(v.exp(scores, FAST)), 0))
+            temperature = v.temperature_of(floats, integers, slot)
+            weights = v.exp(_relative(x, greatest, temperature), FAST)
+            profiled = False
+            if PROFILES:
+                profiled = v.alone(floats, integers, slot)
+                if profiled:
+                    adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+                    limits, masses = _profile(x, weights, greatest, temperature, THREADS, adjacent)
+                    column = tl.arange(0, COLUMNS)
+                    profile = profiles + (row * chunks + chunk) * 2 * COLUMNS + column
+                    tl.store(profile, limits)
+                    tl.store(profile + COLUMNS, masses)
+                    tl.store(at + v.SUM * chunks, tl.sum(tl.where(column == 0, masses, 0.0), 0))
+            if not profiled:
+                tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(weights), 0))
     if ADDS_NOISE:
         if kind == v.NOISE:
             temperature = v.temperature_of(floats, integers, slot)

@@ -1,31 +1,34 @@
 """Rows whose choice may be among many tokens: top-p without top-k, min-p alone, top-k beyond 64.
 
-`bracket` finds roughly where the last of them lies, `gather_candidates` lists what may take part, in any order; both
-take one program a chunk. `selecting` goes on from there."""
+`bound_candidates` finds a logit that none of them lies below, from what the pass over the logits left: one program a
+row. `gather_candidates` reads the groups again that reach it and lists their tokens that do, in any order: one program
+a part of the row. Where no tokens are counted each part also adds their noise, and says which is best.
+
+Bytes: the groups that reach the bound, and 8 written for each token that does. Limit: bandwidth; with many candidates
+the noise's arithmetic."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from . import best, chunks
+from . import best, chunks, noise
 from . import values as v
 
-#: Chunks are weighed above STEPS - 1 scores, at these shares of the least that matters: top-p of text keeps little.
-STEPS = tl.constexpr(4)
-_SHARES = tl.constexpr((1.0, 0.8, 0.6, 0.3))
+#: Halvings of the range of logits that matters.
+_HALVINGS = tl.constexpr(10)
 
 
 @triton.jit
 def _kth_maximum(maxima, groups, count, GROUPS: tl.constexpr):
-    """What `count` or some more of a row's group maxima reach, ordered; less than any where there are fewer groups."""
+    """What `count` or some more of a row's group maxima reach; -inf where there are fewer groups."""
     group = tl.arange(0, GROUPS)
     top = tl.load(maxima + group, mask=group < groups, other=float("-inf"))
     keys = tl.where(group < groups, (v.ordered(top).to(tl.int64) << 32) | group.to(tl.int64), v.LOWEST)
-    floor = tl.full([], -(1 << 31), tl.int64)
+    found = tl.full([], float("-inf"), tl.float32)
     if count <= groups:
-        floor = best.bound(keys, groups, count, count + (count >> 2)) >> 32
-    return floor
+        found = v.value_of(best.bound(keys, groups, count, count + (count >> 2)))
+    return found
 
 
 @triton.jit
@@ -39,20 +42,78 @@ def _least_score(floats, slot, total, vocab):
 
 
 @triton.jit
-def _logit_of(STEP: tl.constexpr, peak, temperature, least):
-    return peak + temperature * (least * _SHARES[STEP])
-
-
-@triton.jit
-def _above_logit(x):
-    """The least key of a logit x."""
-    return tl.maximum(v.ordered(x).to(tl.int64) << 32, v.LOWEST + 1)
+def _reached_by(profiles, row, chunk_count, beside, wanted, bottom, top, CHUNKS: tl.constexpr):
+    """A logit in bottom .. top so that what reaches it surely weighs `wanted`, by the profiles of a row's chunks."""
+    chunk, column = tl.arange(0, CHUNKS)[:, None], tl.arange(0, chunks.COLUMNS)[None, :]
+    at = profiles + (row * chunk_count + chunk) * 2 * chunks.COLUMNS + column
+    limits = tl.load(at, mask=chunk < chunk_count, other=float("-inf"))
+    masses = tl.load(at + chunks.COLUMNS, mask=chunk < chunk_count, other=0.0)
+    # What outweighs nothing has no place beside the peak; a NaN row is nobody's, but must not be compared
+    masses = tl.where((beside > float("-inf"))[:, None] & (masses == masses), masses * tl.exp(beside)[:, None], 0.0)
+    for _ in range(_HALVINGS):
+        middle = 0.5 * bottom + 0.5 * top
+        # A chunk weighs no less above some logit than above its next limit up
+        least = tl.max(tl.where(limits >= middle, masses, 0.0), 1)
+        # Sums of float32, so with a margin: whoever chooses weighs exactly
+        enough = tl.sum(least, 0).to(tl.float64) >= wanted * 1.0001
+        bottom = tl.where(enough, middle, bottom)
+        top = tl.where(enough, top, middle)
+    return bottom
 
 
 @triton.jit(do_not_specialize=["groups", "chunk_count"])
-def bracket(
+def bound_candidates(
+    slots,
+    floats,
+    integers,
+    maxima,
+    statistics,
+    profiles,
+    bounds,
+    vocab,
+    groups,
+    chunk_count,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """bounds [N, 2] float32: a logit that takes part is not below the first; the second is the greatest."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if v.integer(integers, slot, v.KIND) == v.WIDE:
+        temperature = v.temperature_of(floats, integers, slot)
+        _, peak, beside, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
+        count, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
+        if count > 0:
+            floor = _kth_maximum(maxima + row * groups, groups, count.to(tl.int32), GROUPS)
+        else:
+            floor = peak + temperature * _least_score(floats, slot, total, vocab)
+            if top_p < 1:
+                wanted = top_p * total.to(tl.float64)
+                floor = _reached_by(profiles, row, chunk_count, beside, wanted, floor, peak, CHUNKS)
+        tl.store(bounds + row * 2, floor)
+        tl.store(bounds + row * 2 + 1, peak)
+
+
+@triton.jit
+def best_noisy(keys, there, peak, temperature, min_p, position, seed, reach, best_keys, FAST: tl.constexpr):
+    """reach and best_keys after keys of the same shape, which come in no order."""
+    scores = v.score(v.value_of(keys), peak, temperature)
+    kept = there & (tl.exp(scores) >= min_p)
+    noisy = scores + noise.gumbel(v.id_of(keys), position, seed, noise.TOKENS, FAST)
+    return v.before(tl.where(kept, noisy, float("-inf")), tl.where(kept, keys, v.LOWEST), reach, best_keys)
+
+
+@triton.jit
+def _nth(x, nth):
+    """x[:, :, nth] of integers."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[2])[None, None, :] == nth, x, 0), 2)
+
+
+@triton.jit(do_not_specialize=["groups", "parts", "room"])
+def gather_candidates(
     logits,
     slots,
+    positions,
     floats,
     integers,
     words,
@@ -60,108 +121,74 @@ def bracket(
     queries,
     places,
     maxima,
-    statistics,
     counts,
-    profiles,
-    brackets,
-    stride,
-    vocab,
-    groups,
-    chunk_count,
-    CHUNK_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BIASES: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """brackets [N, 2]: no key below the first takes part, and for top-p alone all from the second on do.
-
-    profiles [N, STEPS, chunks]: what a chunk's tokens weigh above each of some logits. The last program of a row
-    finds where the wanted mass lies."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + row)
-    top_k, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
-    weighs = (top_k == 0) & (top_p < 1)
-    if (v.integer(integers, slot, v.KIND) == v.WIDE) & (weighs | (chunk == 0)):
-        # Asked for first, so that the memory works meanwhile
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
-        real = ids < vocab
-        x = tl.load(logits + row * stride + ids, mask=real & weighs, other=float("-inf")).to(tl.float32)
-        temperature = v.temperature_of(floats, integers, slot)
-        _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
-        least = _least_score(floats, slot, total, vocab)
-        above_all = (v.ordered(peak).to(tl.int64) + 1) << 32
-        if weighs:
-            x = v.adjusted(
-                x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
-            )
-            weights = v.exp(v.score(x, peak, temperature), FAST)
-            profile = profiles + row * STEPS * chunk_count
-            for step in tl.static_range(1, STEPS):
-                heavy = tl.where(x >= _logit_of(step, peak, temperature, least), weights, 0.0)
-                tl.store(profile + step * chunk_count + chunk, tl.sum(tl.ravel(heavy), 0))
-            tl.debug_barrier()
-            if tl.atomic_add(counts + row * 2 + 1, 1) == chunk_count - 1:
-                steps = tl.arange(0, STEPS)
-                part = tl.arange(0, CHUNKS)
-                at = profile + steps[:, None] * chunk_count + part[None, :]
-                written = (steps > 0)[:, None] & (part < chunk_count)[None, :]
-                reached = tl.sum(tl.load(at, mask=written, other=0.0, cache_modifier=".cg"), 1).to(tl.float64)
-                reached = tl.where(steps == 0, float("inf"), reached)
-                logit = tl.zeros([STEPS], tl.float32)
-                for step in tl.static_range(STEPS):
-                    logit = tl.where(steps == step, _logit_of(step, peak, temperature, least), logit)
-                wanted = top_p * total.to(tl.float64)
-                # Sums of float32, so with a margin: whoever selects weighs exactly
-                low = tl.max(tl.where(reached >= wanted * 1.0001, _above_logit(logit), v.LOWEST), 0)
-                high = tl.min(tl.where(reached <= wanted * 0.9999, _above_logit(logit), above_all), 0)
-                tl.store(brackets + row * 2, low)
-                tl.store(brackets + row * 2 + 1, tl.maximum(low, high))
-        else:
-            low = _above_logit(peak + temperature * least)
-            if top_k > 0:
-                floor = _kth_maximum(maxima + row * groups, groups, top_k.to(tl.int32), GROUPS)
-                low = tl.maximum(floor << 32, v.LOWEST + 1)
-            tl.store(brackets + row * 2, low)
-            tl.store(brackets + row * 2 + 1, above_all)
-
-
-@triton.jit(do_not_specialize=["room"])
-def gather_candidates(
-    logits,
-    slots,
-    floats,
-    integers,
-    words,
-    biases,
-    queries,
-    places,
-    counts,
-    brackets,
+    bounds,
+    reached,
+    best_keys,
     listed,
     stride,
     vocab,
+    groups,
+    parts,
     room,
-    CHUNK_GROUPS: tl.constexpr,
+    PART_GROUPS: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
+    CHOOSES: tl.constexpr,
+    FAST: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
-    """listed [N, 2, room] int64: the keys of counts[row, 0] tokens in the first half."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """listed [N, 2, room] int64: the keys of counts[row] tokens in the first half. With CHOOSES, reached and best_keys
+    [N, parts]: each part's best perturbed score and whose it is."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     if v.integer(integers, slot, v.KIND) == v.WIDE:
-        group = chunk * CHUNK_GROUPS + tl.arange(0, CHUNK_GROUPS)
-        ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
-        real = ids < vocab
-        x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
-        x = v.adjusted(x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES)
-        floor = (tl.load(brackets + row * 2) >> 32).to(tl.int32)
-        taken = ((v.ordered(x) >= floor) & (x > float("-inf"))).to(tl.int32)
-        of_groups = tl.sum(taken, 1)
-        many = tl.sum(of_groups, 0)
-        if many > 0:
-            before = tl.atomic_add(counts + row * 2, many)
-            place = before + (tl.cumsum(of_groups, 0) - of_groups)[:, None] + tl.cumsum(taken, 1) - 1
-            tl.store(listed + row * 2 * room + place, v.key_of(x, ids), mask=taken > 0)
+        floor = tl.load(bounds + row * 2)
+        group = part * PART_GROUPS + tl.arange(0, PART_GROUPS)
+        top = tl.load(maxima + row * groups + group, mask=group < groups, other=float("-inf"))
+        reach = tl.full([], float("-inf"), tl.float32)
+        key = tl.full([], v.LOWEST, tl.int64)
+        if tl.max(((top >= floor) & (top > float("-inf"))).to(tl.int32), 0) > 0:
+            # Turns, threads and adjacent tokens: places are sums within threads, which meet only once
+            adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+            turns: tl.constexpr = PART_GROUPS * v.GROUP // (THREADS * adjacent)
+            turn = tl.arange(0, turns)[:, None, None]
+            thread = tl.arange(0, THREADS)[None, :, None]
+            ids = (turn * THREADS + thread) * adjacent + tl.arange(0, adjacent)[None, None, :]
+            ids += part * PART_GROUPS * v.GROUP
+            real = ids < vocab
+            x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
+            x = v.adjusted(
+                x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
+            )
+            taken = ((x >= floor) & (x > float("-inf"))).to(tl.int32)
+            of_turns = tl.sum(taken, 2)
+            of_threads = tl.sum(of_turns, 0)
+            many = tl.sum(of_threads, 0)
+            own = listed + row * 2 * room + tl.atomic_add(counts + row, many)
+            place = (tl.cumsum(of_threads, 0) - of_threads)[None, :] + tl.cumsum(of_turns, 0) - of_turns
+            keys = v.key_of(x, ids)
+            for nth in tl.static_range(adjacent):
+                # The nth of each thread's: so nothing but registers' names changes
+                nth_taken = _nth(taken, nth)
+                tl.store(own + place, _nth(keys, nth), mask=nth_taken > 0)
+                place += nth_taken
+            if CHOOSES:
+                tl.debug_barrier()
+                temperature = v.temperature_of(floats, integers, slot)
+                peak = tl.load(bounds + row * 2 + 1)
+                seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+                min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
+                offsets = tl.arange(0, THREADS)
+                reaches = tl.full([THREADS], float("-inf"), tl.float32)
+                firsts = tl.full([THREADS], v.LOWEST, tl.int64)
+                for start in range(0, many, THREADS):
+                    there = start + offsets < many
+                    found = tl.load(own + start + offsets, mask=there, other=v.LOWEST)
+                    reaches, firsts = best_noisy(
+                        found, there, peak, temperature, min_p, position, seed, reaches, firsts, FAST
+                    )
+                reach, key = tl.reduce((reaches, firsts), 0, v.before)
+        if CHOOSES:
+            tl.store(reached + row * parts + part, reach)
+            tl.store(best_keys + row * parts + part, key)

@@ -16,21 +16,26 @@ from . import values as v
 from .best import MOST
 from .choosing import choose
 from .chunks import read_chunks
-from .gathering import bracket, gather_candidates
+from .gathering import bound_candidates, gather_candidates
 from .listing import list_logprobs, spread_logprobs
+from .picking import pick
 from .rejecting import refuse_drafts, replace_refused
 from .selecting import select
 from .slots import FusedSlots, Path
-from .workspace import CHUNK_GROUPS, Workspace
+from .workspace import CHUNK_GROUPS, PART_GROUPS, Workspace
 
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
+#: Listed tokens that a program weighs, and adds noise to, at a time.
+_PICK_BLOCK, _PICK_TURN = 2048, 512
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.
 _ALIGNED = 16
-#: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
+#: Warps of a program: of a pass over the logits, of one that reads tables or judges drafts too, of one for a whole row
+#: and its tokens; of those that bound, list and pick what is among many.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
+_BOUND_WARPS, _LIST_WARPS, _PICK_WARPS = 4, 4, 16
 
 
 class Choices(NamedTuple):
@@ -126,6 +131,7 @@ class Passes:
     def _read(self, choices: Choices, path: Path) -> None:
         work, logits = self._workspace, choices.logits
         rejects = self._rejects and choices.drafts is not None and path.noise
+        warps = _HEAVY_READ_WARPS if path.words else _READ_WARPS
         read_chunks[(work.chunks, logits.shape[0])](
             logits,
             choices.slots,
@@ -136,6 +142,7 @@ class Passes:
             work.statistics,
             work.chunk_ids,
             work.counts,
+            work.profiles,
             logits.stride(0),
             self._vocab_size,
             work.groups,
@@ -145,55 +152,83 @@ class Passes:
             ADDS_NOISE=path.noise,
             KEEPS_GROUPS=path.few or path.wide or path.processed,
             SUMS=path.wide or path.processed or rejects,
+            PROFILES=path.wide,
             REJECTS=rejects,
             RAW=path.raw,
             FAST=self._fast,
-            num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
+            THREADS=32 * warps,
+            num_warps=warps,
         )
 
     def _select(self, choices: Choices, path: Path, ids: Tensor) -> None:
         work, logits, state = self._workspace, choices.logits, self._state(choices, path)
-        count, listed, adjustments = logits.shape[0], work.listed, self._adjustments(choices, path)
-        bracket[(work.chunks, count)](
-            logits,
+        count, listed, sizes = logits.shape[0], work.listed, self._row_sizes
+        picks = not path.ranked and not self._tells(choices, path)
+        bound_candidates[(count,)](
             choices.slots,
-            *state,
+            *state[:2],
             work.maxima,
             work.statistics,
-            work.counts,
             work.profiles,
-            work.brackets,
-            logits.stride(0),
+            work.bounds,
             self._vocab_size,
             work.groups,
             work.chunks,
-            CHUNK_GROUPS=CHUNK_GROUPS,
-            **self._row_sizes,
-            **adjustments,
-            FAST=self._fast,
-            num_warps=_READ_WARPS,
+            **sizes,
+            num_warps=_BOUND_WARPS,
         )
-        gather_candidates[(work.chunks, count)](
+        gather_candidates[(work.parts, count)](
             logits,
             choices.slots,
+            choices.positions,
             *state,
+            work.maxima,
             work.counts,
-            work.brackets,
+            work.bounds,
+            work.reached,
+            work.best_keys,
             listed,
             logits.stride(0),
             self._vocab_size,
+            work.groups,
+            work.parts,
             listed.shape[2],
-            CHUNK_GROUPS=CHUNK_GROUPS,
-            **adjustments,
-            num_warps=_HEAVY_READ_WARPS,
+            PART_GROUPS=PART_GROUPS,
+            **self._adjustments(choices, path),
+            CHOOSES=picks,
+            FAST=self._fast,
+            THREADS=32 * _LIST_WARPS,
+            num_warps=_LIST_WARPS,
         )
+        if picks:
+            pick[(count,)](
+                choices.slots,
+                choices.positions,
+                *state[:2],
+                work.statistics,
+                work.counts,
+                work.reached,
+                work.best_keys,
+                listed,
+                ids,
+                work.chunks,
+                work.parts,
+                listed.shape[2],
+                CHUNKS=sizes["CHUNKS"],
+                PARTS=triton.next_power_of_2(work.parts),
+                FAST=self._fast,
+                BLOCK=_PICK_BLOCK,
+                TURN=_PICK_TURN,
+                num_warps=_PICK_WARPS,
+            )
+            return
         select[(count,)](
             choices.slots,
             choices.positions,
             *state[:2],
             work.statistics,
             work.counts,
-            work.brackets,
+            work.bounds,
             listed,
             ids,
             work.support,
@@ -201,7 +236,7 @@ class Passes:
             self._vocab_size,
             work.chunks,
             listed.shape[2],
-            CHUNKS=self._row_sizes["CHUNKS"],
+            CHUNKS=sizes["CHUNKS"],
             TELLS=self._tells(choices, path),
             FAST=self._fast,
             BLOCK=_SELECT_BLOCK,

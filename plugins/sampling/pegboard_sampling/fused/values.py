@@ -48,6 +48,13 @@ def temperature_of(floats, integers, slot):
 
 
 @triton.jit
+def alone(floats, integers, slot):
+    """Whether the slot has top-p without top-k."""
+    no_count = (integer(integers, slot, KIND) == WIDE) & (integer(integers, slot, TOP_K) == 0)
+    return no_count & (number(floats, slot, TOP_P) < 1)
+
+
+@triton.jit
 def adjusted(
     x,
     ids,
@@ -144,6 +151,14 @@ def id_of(key):
 def weight(scores):
     """exp(score) in units of 2**-40, int64."""
     return (tl.exp(scores) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def before(noisy, key, other_noisy, other_key):
+    """Of two perturbed scores and their keys the greater, of equals that of the lower id."""
+    equal = (noisy == other_noisy) & ((key & 0xFFFFFFFF) >= (other_key & 0xFFFFFFFF))
+    first = (noisy > other_noisy) | equal
+    return tl.where(first, noisy, other_noisy), tl.where(first, key, other_key)
 
 
 @triton.jit

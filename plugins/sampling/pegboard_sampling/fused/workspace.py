@@ -10,10 +10,10 @@ from torch import Tensor
 
 from . import values as v
 from .best import SCRATCH
-from .gathering import STEPS
+from .chunks import COLUMNS
 
-#: Groups of 128 logits that a program reads.
-CHUNK_GROUPS = 32
+#: Groups of 128 logits that a program reads, and that one reads again to list candidates.
+CHUNK_GROUPS, PART_GROUPS = 32, 16
 
 
 class Workspace:
@@ -28,17 +28,20 @@ class Workspace:
         self.before = before
         self.groups = -(-vocab_size // v.GROUP.value)
         self.chunks = -(-self.groups // CHUNK_GROUPS)
+        self.parts = -(-self.groups // PART_GROUPS)
         self._listed_shape = (wide_rows, 2, vocab_size)
 
-        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty((rows, *shape), dtype=dtype, device=device)
+        def empty(*shape: int, dtype: torch.dtype, count: int = rows) -> Tensor:
+            return torch.empty((count, *shape), dtype=dtype, device=device)
 
         self.maxima, self.raw_maxima = (empty(self.groups, dtype=torch.float32) for _ in range(2))
         self.statistics = empty(v.STATISTICS.value, self.chunks, dtype=torch.float32)
         self.chunk_ids = empty(v.IDS.value, self.chunks, dtype=torch.int32)
-        self.counts = empty(2, dtype=torch.int32)
-        self.profiles = empty(STEPS.value, self.chunks, dtype=torch.float32)
-        self.brackets = empty(2, dtype=torch.int64)
+        self.counts = empty(dtype=torch.int32)
+        self.profiles = empty(self.chunks, 2, COLUMNS.value, dtype=torch.float32, count=wide_rows)
+        self.bounds = empty(2, dtype=torch.float32, count=wide_rows)
+        self.reached = empty(self.parts, dtype=torch.float32, count=wide_rows)
+        self.best_keys = empty(self.parts, dtype=torch.int64, count=wide_rows)
         self.candidates = empty(SCRATCH.value, dtype=torch.int64)
         self.support = empty(dtype=torch.int64)
         self.mass = empty(dtype=torch.float32)

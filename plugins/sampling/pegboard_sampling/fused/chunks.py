@@ -14,10 +14,9 @@ from . import values as v
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
 #: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest.
-_DEPTHS = tl.constexpr((3.0, 4.5, 6.0, 8.0))
-POINTS = tl.constexpr(4)
-#: Columns of a profile: all tokens, the points, nothing.
-COLUMNS = tl.constexpr(8)
+_DEPTHS = tl.constexpr((3.5, 5.5, 7.5))
+#: Columns of a profile: all tokens, then those of each depth.
+COLUMNS = tl.constexpr(4)
 
 
 @triton.jit
@@ -31,7 +30,7 @@ def _relative(x, peak, temperature):
 
 @triton.jit
 def _sums_of_threads(x, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
-    """[THREADS]: what each thread adds up of a tile whose rows lie in turns before the threads, ADJACENT columns each."""
+    """[THREADS]: what each thread adds up of a tile that they read in turns, ADJACENT tokens each."""
     turns = tl.reshape(x, [x.numel // (THREADS * ADJACENT), THREADS, ADJACENT])
     return tl.sum(tl.sum(turns, 2), 0)
 
@@ -43,11 +42,11 @@ def _profile(x, weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT:
     limits = tl.full([COLUMNS], float("-inf"), tl.float32)
     # Threads meet only once, for all columns
     masses = tl.where((column == 0)[:, None], _sums_of_threads(weights, THREADS, ADJACENT)[None, :], 0.0)
-    for point in tl.static_range(POINTS):
-        limit = greatest - temperature * _DEPTHS[point]
-        limits = tl.where(column == point + 1, limit, limits)
+    for at in tl.static_range(1, COLUMNS):
+        limit = greatest - temperature * _DEPTHS[at - 1]
+        limits = tl.where(column == at, limit, limits)
         heavy = _sums_of_threads(tl.where(x >= limit, weights, 0.0), THREADS, ADJACENT)
-        masses = tl.where((column == point + 1)[:, None], heavy[None, :], masses)
+        masses = tl.where((column == at)[:, None], heavy[None, :], masses)
     return limits, tl.sum(masses, 1)
 
 

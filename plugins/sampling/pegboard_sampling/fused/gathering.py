@@ -16,7 +16,7 @@ from . import best, chunks, noise
 from . import values as v
 
 #: Halvings of the range of logits that matters.
-_HALVINGS = tl.constexpr(10)
+_HALVINGS = tl.constexpr(8)
 
 
 @triton.jit

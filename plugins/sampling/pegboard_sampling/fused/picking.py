@@ -14,9 +14,7 @@ from . import values as v
 
 
 @triton.jit
-def _best_ahead(
-    listed, many, key, peak, temperature, min_p, position, seed, FAST: tl.constexpr, TURN: tl.constexpr
-):
+def _best_ahead(listed, many, key, peak, temperature, min_p, position, seed, FAST: tl.constexpr, TURN: tl.constexpr):
     """The key of the best perturbed score among the listed keys above `key`."""
     reaches = tl.full([TURN], float("-inf"), tl.float32)
     keys = tl.full([TURN], v.LOWEST, tl.int64)

@@ -27,15 +27,19 @@ from .workspace import CHUNK_GROUPS, PART_GROUPS, Workspace
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
 #: Listed tokens that a program weighs, and adds noise to, at a time.
-_PICK_BLOCK, _PICK_TURN = 2048, 512
+_PICK_BLOCK = 2048
+_PICK_TURN = 512
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.
 _ALIGNED = 16
-#: Warps of a program: of a pass over the logits, of one that reads tables or judges drafts too, of one for a whole row
-#: and its tokens; of those that bound, list and pick what is among many.
+#: Warps of a program: of a pass over the logits, of one that reads tables or judges drafts too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
-_BOUND_WARPS, _LIST_WARPS, _PICK_WARPS = 4, 4, 16
+#: Where the choice may be among many: of the pass over the logits, of what bounds, lists and picks.
+_PROFILE_WARPS = 4
+_BOUND_WARPS = 4
+_LIST_WARPS = 4
+_PICK_WARPS = 16
 
 
 class Choices(NamedTuple):
@@ -131,7 +135,7 @@ class Passes:
     def _read(self, choices: Choices, path: Path) -> None:
         work, logits = self._workspace, choices.logits
         rejects = self._rejects and choices.drafts is not None and path.noise
-        warps = _HEAVY_READ_WARPS if path.words else _READ_WARPS
+        warps = _HEAVY_READ_WARPS if path.words else _PROFILE_WARPS if path.wide else _READ_WARPS
         read_chunks[(work.chunks, logits.shape[0])](
             logits,
             choices.slots,

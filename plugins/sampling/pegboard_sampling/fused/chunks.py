@@ -5,6 +5,8 @@ arithmetic of the noise; for top-p alone, which asks of each token how far below
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -13,19 +15,31 @@ from . import values as v
 
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
-#: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest.
+#: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest. What they weigh there is
+#: exp(-depth), and the logits told are lower than what that rounds to.
 _DEPTHS = tl.constexpr((3.5, 5.5, 7.5))
+_LEAST_WEIGHTS = tl.constexpr(tuple(math.exp(-depth) for depth in _DEPTHS.value))
+_SLACK = tl.constexpr(1e-3)
 #: Columns of a profile: all tokens, then those of each depth.
 COLUMNS = tl.constexpr(4)
 
 
 @triton.jit
 def _relative(x, peak, temperature):
-    """v.score for bounds and sums: no choices, but where something is infinite."""
+    """v.score for a bound: no choices, but where something is infinite."""
     if (peak == float("inf")) | (peak == float("-inf")):
         x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
         peak = 0.0
     return (x - peak) * v.inverse(temperature)
+
+
+@triton.jit
+def _weights(x, peak, temperature, FAST: tl.constexpr):
+    """exp(v.score) for sums."""
+    if (peak == float("inf")) | (peak == float("-inf")):
+        x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
+        peak = 0.0
+    return v.exp_of_product(x - peak, v.inverse(temperature), FAST)
 
 
 @triton.jit
@@ -36,16 +50,15 @@ def _sums_of_threads(x, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
 
 
 @triton.jit
-def _profile(x, weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
+def _profile(weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
     """Float32 [COLUMNS], twice: logits, and what the tokens weigh that reach them. The first are all tokens."""
     column = tl.arange(0, COLUMNS)
     limits = tl.full([COLUMNS], float("-inf"), tl.float32)
     # Threads meet only once, for all columns
     masses = tl.where((column == 0)[:, None], _sums_of_threads(weights, THREADS, ADJACENT)[None, :], 0.0)
     for at in tl.static_range(1, COLUMNS):
-        limit = greatest - temperature * _DEPTHS[at - 1]
-        limits = tl.where(column == at, limit, limits)
-        heavy = _sums_of_threads(tl.where(x >= limit, weights, 0.0), THREADS, ADJACENT)
+        limits = tl.where(column == at, greatest - temperature * (_DEPTHS[at - 1] + _SLACK), limits)
+        heavy = _sums_of_threads(weights * (weights >= _LEAST_WEIGHTS[at - 1]).to(tl.float32), THREADS, ADJACENT)
         masses = tl.where((column == at)[:, None], heavy[None, :], masses)
     return limits, tl.sum(masses, 1)
 
@@ -112,13 +125,13 @@ def read_chunks(
             sums |= kind == v.NOISE
         if sums:
             temperature = v.temperature_of(floats, integers, slot)
-            weights = v.exp(_relative(x, greatest, temperature), FAST)
+            weights = _weights(x, greatest, temperature, FAST)
             profiled = False
             if PROFILES:
                 profiled = v.alone(floats, integers, slot)
                 if profiled:
                     adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
-                    limits, masses = _profile(x, weights, greatest, temperature, THREADS, adjacent)
+                    limits, masses = _profile(weights, greatest, temperature, THREADS, adjacent)
                     column = tl.arange(0, COLUMNS)
                     profile = profiles + (row * chunks + chunk) * 2 * COLUMNS + column
                     tl.store(profile, limits)

@@ -1,8 +1,8 @@
 """Rows whose choice may be among many tokens: top-p without top-k, min-p alone, top-k beyond 64.
 
 `bound_candidates` finds a logit that none of them lies below, from what the pass over the logits left: one program a
-row. `gather_candidates` reads the groups again that reach it and lists their tokens that do, in any order: one program
-a part of the row. Where no tokens are counted each part also adds their noise, and says which is best.
+row. `gather_candidates` reads what reaches it again and lists the tokens that do, in any order: one program a part of
+the row, one turn a tile. Where no tokens are counted it also adds their noise, and says which is a part's best.
 
 Bytes: the groups that reach the bound, and 8 written for each token that does. Limit: bandwidth; with many candidates
 the noise's arithmetic."""
@@ -14,9 +14,11 @@ import triton.language as tl
 
 from . import best, chunks, noise
 from . import values as v
+from .chunks import COLUMNS
 
 #: Halvings of the range of logits that matters.
 _HALVINGS = tl.constexpr(8)
+_LEAST_FINITE = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -44,10 +46,10 @@ def _least_score(floats, slot, total, vocab):
 @triton.jit
 def _reached_by(profiles, row, chunk_count, beside, wanted, bottom, top, CHUNKS: tl.constexpr):
     """A logit in bottom .. top so that what reaches it surely weighs `wanted`, by the profiles of a row's chunks."""
-    chunk, column = tl.arange(0, CHUNKS)[:, None], tl.arange(0, chunks.COLUMNS)[None, :]
-    at = profiles + (row * chunk_count + chunk) * 2 * chunks.COLUMNS + column
+    chunk, column = tl.arange(0, CHUNKS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    at = profiles + (row * chunk_count + chunk) * 2 * COLUMNS + column
     limits = tl.load(at, mask=chunk < chunk_count, other=float("-inf"))
-    masses = tl.load(at + chunks.COLUMNS, mask=chunk < chunk_count, other=0.0)
+    masses = tl.load(at + COLUMNS, mask=chunk < chunk_count, other=0.0)
     # What outweighs nothing has no place beside the peak; a NaN row is nobody's, but must not be compared
     masses = tl.where((beside > float("-inf"))[:, None] & (masses == masses), masses * tl.exp(beside)[:, None], 0.0)
     for _ in range(_HALVINGS):
@@ -76,7 +78,8 @@ def bound_candidates(
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """bounds [N, 2] float32: a logit that takes part is not below the first; the second is the greatest."""
+    """bounds [N, 2] float32: a logit that takes part is not below the first, which is finite, +inf or in rows that
+    choose in another way NaN; the second is the greatest."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if v.integer(integers, slot, v.KIND) == v.WIDE:
@@ -90,8 +93,10 @@ def bound_candidates(
             if top_p < 1:
                 wanted = top_p * total.to(tl.float64)
                 floor = _reached_by(profiles, row, chunk_count, beside, wanted, floor, peak, CHUNKS)
-        tl.store(bounds + row * 2, floor)
+        tl.store(bounds + row * 2, tl.maximum(floor, _LEAST_FINITE))
         tl.store(bounds + row * 2 + 1, peak)
+    else:
+        tl.store(bounds + row * 2, float("nan"))
 
 
 @triton.jit
@@ -105,7 +110,7 @@ def best_noisy(keys, there, peak, temperature, min_p, position, seed, reach, bes
 
 @triton.jit
 def _nth(x, nth):
-    """x[:, :, nth] of integers."""
+    """x[:, :, nth] of integers: mere registers, as each thread holds them all."""
     return tl.sum(tl.where(tl.arange(0, x.shape[2])[None, None, :] == nth, x, 0), 2)
 
 
@@ -123,6 +128,7 @@ def gather_candidates(
     maxima,
     counts,
     bounds,
+    part_counts,
     reached,
     best_keys,
     listed,
@@ -131,64 +137,75 @@ def gather_candidates(
     groups,
     parts,
     room,
-    PART_GROUPS: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    TILES: tl.constexpr,
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
     CHOOSES: tl.constexpr,
     FAST: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """listed [N, 2, room] int64: the keys of counts[row] tokens in the first half. With CHOOSES, reached and best_keys
-    [N, parts]: each part's best perturbed score and whose it is."""
+    """listed [N, 2, room] int64: keys in the first half, counts[row] of them. With CHOOSES those of each part stand
+    where the part begins, part_counts [N, parts]; reached and best_keys [N, parts]: its best perturbed score and whose
+    it is."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    floor = tl.load(bounds + row * 2)
     slot = tl.load(slots + row)
-    if v.integer(integers, slot, v.KIND) == v.WIDE:
-        floor = tl.load(bounds + row * 2)
-        group = part * PART_GROUPS + tl.arange(0, PART_GROUPS)
+    own = listed + row * 2 * room
+    if CHOOSES:
+        own += part * TILES * TILE_GROUPS * v.GROUP
+    many = tl.full([], 0, tl.int32)
+    for tile in range(TILES):
+        first = (part * TILES + tile) * TILE_GROUPS
+        group = first + tl.arange(0, TILE_GROUPS)
         top = tl.load(maxima + row * groups + group, mask=group < groups, other=float("-inf"))
-        reach = tl.full([], float("-inf"), tl.float32)
-        key = tl.full([], v.LOWEST, tl.int64)
-        if tl.max(((top >= floor) & (top > float("-inf"))).to(tl.int32), 0) > 0:
+        if tl.max((top >= floor).to(tl.int32), 0) > 0:
             # Turns, threads and adjacent tokens: places are sums within threads, which meet only once
             adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
-            turns: tl.constexpr = PART_GROUPS * v.GROUP // (THREADS * adjacent)
+            turns: tl.constexpr = TILE_GROUPS * v.GROUP // (THREADS * adjacent)
             turn = tl.arange(0, turns)[:, None, None]
             thread = tl.arange(0, THREADS)[None, :, None]
             ids = (turn * THREADS + thread) * adjacent + tl.arange(0, adjacent)[None, None, :]
-            ids += part * PART_GROUPS * v.GROUP
+            ids += first * v.GROUP
             real = ids < vocab
             x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
             x = v.adjusted(
                 x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
             )
-            taken = ((x >= floor) & (x > float("-inf"))).to(tl.int32)
+            taken = (x >= floor).to(tl.int32)
             of_turns = tl.sum(taken, 2)
             of_threads = tl.sum(of_turns, 0)
-            many = tl.sum(of_threads, 0)
-            own = listed + row * 2 * room + tl.atomic_add(counts + row, many)
-            place = (tl.cumsum(of_threads, 0) - of_threads)[None, :] + tl.cumsum(of_turns, 0) - of_turns
+            found = tl.sum(of_threads, 0)
+            if CHOOSES:
+                to = own + many
+            else:
+                to = own + tl.atomic_add(counts + row, found)
+            # All in the layout of the tile, so that nothing moves between threads
+            of_earlier = tl.cumsum(tl.broadcast_to(of_turns[:, :, None], taken.shape), 0) - of_turns[:, :, None]
+            place = (tl.cumsum(of_threads, 0) - of_threads)[None, :, None] + of_earlier + tl.cumsum(taken, 2) - 1
             keys = v.key_of(x, ids)
             for nth in tl.static_range(adjacent):
-                # The nth of each thread's: so nothing but registers' names changes
-                nth_taken = _nth(taken, nth)
-                tl.store(own + place, _nth(keys, nth), mask=nth_taken > 0)
-                place += nth_taken
-            if CHOOSES:
-                tl.debug_barrier()
-                temperature = v.temperature_of(floats, integers, slot)
-                peak = tl.load(bounds + row * 2 + 1)
-                seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
-                min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
-                offsets = tl.arange(0, THREADS)
-                reaches = tl.full([THREADS], float("-inf"), tl.float32)
-                firsts = tl.full([THREADS], v.LOWEST, tl.int64)
-                for start in range(0, many, THREADS):
-                    there = start + offsets < many
-                    found = tl.load(own + start + offsets, mask=there, other=v.LOWEST)
-                    reaches, firsts = best_noisy(
-                        found, there, peak, temperature, min_p, position, seed, reaches, firsts, FAST
-                    )
-                reach, key = tl.reduce((reaches, firsts), 0, v.before)
-        if CHOOSES:
-            tl.store(reached + row * parts + part, reach)
-            tl.store(best_keys + row * parts + part, key)
+                tl.store(to + _nth(place, nth), _nth(keys, nth), mask=_nth(taken, nth) > 0)
+            many += found
+    if CHOOSES:
+        reach = tl.full([], float("-inf"), tl.float32)
+        key = tl.full([], v.LOWEST, tl.int64)
+        if many > 0:
+            tl.debug_barrier()
+            peak, temperature = tl.load(bounds + row * 2 + 1), v.temperature_of(floats, integers, slot)
+            seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
+            min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
+            offsets = tl.arange(0, THREADS)
+            reaches = tl.full([THREADS], float("-inf"), tl.float32)
+            firsts = tl.full([THREADS], v.LOWEST, tl.int64)
+            for start in range(0, many, THREADS):
+                there = start + offsets < many
+                candidates = tl.load(own + start + offsets, mask=there, other=v.LOWEST)
+                reaches, firsts = best_noisy(
+                    candidates, there, peak, temperature, min_p, position, seed, reaches, firsts, FAST
+                )
+            reach, key = tl.reduce((reaches, firsts), 0, v.before)
+        at = row * parts + part
+        tl.store(part_counts + at, many)
+        tl.store(reached + at, reach)
+        tl.store(best_keys + at, key)

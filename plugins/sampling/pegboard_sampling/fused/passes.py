@@ -22,13 +22,12 @@ from .picking import pick
 from .rejecting import refuse_drafts, replace_refused
 from .selecting import select
 from .slots import FusedSlots, Path
-from .workspace import CHUNK_GROUPS, PART_GROUPS, Workspace
+from .workspace import CHUNK_GROUPS, PART_GROUPS, TILE_GROUPS, Workspace
 
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
-#: Listed tokens that a program weighs, and adds noise to, at a time.
-_PICK_BLOCK = 2048
-_PICK_TURN = 512
+#: Listed tokens that a program weighs, or adds noise to, at a time; at least one of each part.
+_PICK_BLOCK = 1024
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.
@@ -39,7 +38,7 @@ _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
 _PROFILE_WARPS = 4
 _BOUND_WARPS = 4
 _LIST_WARPS = 4
-_PICK_WARPS = 16
+_PICK_WARPS = 8
 
 
 class Choices(NamedTuple):
@@ -179,7 +178,7 @@ class Passes:
             work.groups,
             work.chunks,
             **sizes,
-            num_warps=_BOUND_WARPS,
+            num_warps=_BOUND_WARPS if path.ranked else 1,
         )
         gather_candidates[(work.parts, count)](
             logits,
@@ -189,6 +188,7 @@ class Passes:
             work.maxima,
             work.counts,
             work.bounds,
+            work.part_counts,
             work.reached,
             work.best_keys,
             listed,
@@ -197,7 +197,8 @@ class Passes:
             work.groups,
             work.parts,
             listed.shape[2],
-            PART_GROUPS=PART_GROUPS,
+            TILE_GROUPS=TILE_GROUPS,
+            TILES=PART_GROUPS // TILE_GROUPS,
             **self._adjustments(choices, path),
             CHOOSES=picks,
             FAST=self._fast,
@@ -205,12 +206,13 @@ class Passes:
             num_warps=_LIST_WARPS,
         )
         if picks:
+            wide = triton.next_power_of_2(work.parts)
             pick[(count,)](
                 choices.slots,
                 choices.positions,
                 *state[:2],
                 work.statistics,
-                work.counts,
+                work.part_counts,
                 work.reached,
                 work.best_keys,
                 listed,
@@ -218,11 +220,11 @@ class Passes:
                 work.chunks,
                 work.parts,
                 listed.shape[2],
+                PART_GROUPS * v.GROUP.value,
                 CHUNKS=sizes["CHUNKS"],
-                PARTS=triton.next_power_of_2(work.parts),
+                PARTS=wide,
+                WIDTH=max(1, _PICK_BLOCK // wide),
                 FAST=self._fast,
-                BLOCK=_PICK_BLOCK,
-                TURN=_PICK_TURN,
                 num_warps=_PICK_WARPS,
             )
             return

@@ -9,32 +9,59 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import chunks, gathering, selecting
+from . import chunks, gathering
 from . import values as v
 
 
 @triton.jit
-def _best_ahead(listed, many, key, peak, temperature, min_p, position, seed, FAST: tl.constexpr, TURN: tl.constexpr):
-    """The key of the best perturbed score among the listed keys above `key`."""
-    reaches = tl.full([TURN], float("-inf"), tl.float32)
-    keys = tl.full([TURN], v.LOWEST, tl.int64)
-    for start in range(0, many, TURN):
-        at = start + tl.arange(0, TURN)
-        found = tl.load(listed + at, mask=at < many, other=v.LOWEST)
-        reaches, keys = gathering.best_noisy(
-            found, found > key, peak, temperature, min_p, position, seed, reaches, keys, FAST
+def _mass_ahead(listed, sizes, span, key, peak, temperature, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """int64: weight of the keys above `key`, of which each of PARTS has listed `sizes`, `span` apart."""
+    starts, column = tl.arange(0, PARTS)[:, None] * span, tl.arange(0, WIDTH)[None, :]
+    mass = tl.zeros([PARTS, WIDTH], tl.int64)
+    for start in range(0, tl.max(sizes, 0), WIDTH):
+        there = start + column < sizes[:, None]
+        keys = tl.load(listed + starts + start + column, mask=there, other=v.LOWEST)
+        mass += tl.where(keys > key, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
+    return tl.sum(tl.sum(mass, 1), 0)
+
+
+@triton.jit
+def _best_ahead(
+    listed,
+    sizes,
+    span,
+    key,
+    peak,
+    temperature,
+    min_p,
+    position,
+    seed,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """The key above `key` of the best perturbed score."""
+    starts, column = tl.arange(0, PARTS)[:, None] * span, tl.arange(0, WIDTH)[None, :]
+    reach = tl.full([PARTS, WIDTH], float("-inf"), tl.float32)
+    best = tl.full([PARTS, WIDTH], v.LOWEST, tl.int64)
+    for start in range(0, tl.max(sizes, 0), WIDTH):
+        there = start + column < sizes[:, None]
+        keys = tl.load(listed + starts + start + column, mask=there, other=v.LOWEST)
+        reach, best = gathering.best_noisy(
+            keys, keys > key, peak, temperature, min_p, position, seed, reach, best, FAST
         )
-    return tl.reduce((reaches, keys), 0, v.before)[1]
+    reach, best = tl.reduce((reach, best), 1, v.before)
+    return tl.reduce((reach, best), 0, v.before)[1]
 
 
-@triton.jit(do_not_specialize=["chunk_count", "parts", "room"])
+@triton.jit(do_not_specialize=["chunk_count", "parts", "room", "span"])
 def pick(
     slots,
     positions,
     floats,
     integers,
     statistics,
-    counts,
+    part_counts,
     reached,
     best_keys,
     listed,
@@ -42,31 +69,33 @@ def pick(
     chunk_count,
     parts,
     room,
+    span,
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     FAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TURN: tl.constexpr,
 ):
-    """BLOCK listed keys are weighed at a time, TURN get their noise."""
+    """WIDTH keys of each of PARTS at a time."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if v.integer(integers, slot, v.KIND) == v.WIDE:
         part = tl.arange(0, PARTS)
-        noisy = tl.load(reached + row * parts + part, mask=part < parts, other=float("-inf"))
-        keys = tl.load(best_keys + row * parts + part, mask=part < parts, other=v.LOWEST)
+        at, there = row * parts + part, part < parts
+        noisy = tl.load(reached + at, mask=there, other=float("-inf"))
+        keys = tl.load(best_keys + at, mask=there, other=v.LOWEST)
+        sizes = tl.load(part_counts + at, mask=there, other=0)
         key = tl.reduce((noisy, keys), 0, v.before)[1]
         top_p = v.number(floats, slot, v.TOP_P)
         if top_p < 1:
             temperature = v.temperature_of(floats, integers, slot)
             _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
             wanted = total.to(tl.float64) * v.UNIT * top_p
-            own, many = listed + row * 2 * room, tl.load(counts + row)
+            own = listed + row * 2 * room
             seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
             min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
-            ahead = selecting.mass_from(own, many, key + 1, peak, temperature, BLOCK)
+            ahead = _mass_ahead(own, sizes, span, key, peak, temperature, PARTS, WIDTH)
             # A row that fails has no key, and nothing is compared with a NaN
             while (key > v.LOWEST) & (ahead > 0) & (ahead.to(tl.float64) >= wanted):
-                key = _best_ahead(own, many, key, peak, temperature, min_p, position, seed, FAST, TURN)
-                ahead = selecting.mass_from(own, many, key + 1, peak, temperature, BLOCK)
+                key = _best_ahead(own, sizes, span, key, peak, temperature, min_p, position, seed, PARTS, WIDTH, FAST)
+                ahead = _mass_ahead(own, sizes, span, key, peak, temperature, PARTS, WIDTH)
         tl.store(ids_out + row, v.id_of(key).to(tl.int64))

@@ -52,7 +52,7 @@ def _above(listed, count, thresholds, peak, temperature, WEIGHTS: tl.constexpr, 
 
 
 @triton.jit
-def mass_from(listed, count, low, peak, temperature, BLOCK: tl.constexpr):
+def _mass(listed, count, low, peak, temperature, BLOCK: tl.constexpr):
     """int64: weight of the listed keys that reach `low`."""
     columns = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int64)
@@ -120,7 +120,7 @@ def select(
         if (count > 0) & (many > AT_ONCE):
             if many > count:
                 low = _kth_key(open, many, low, high, count, BLOCK)
-            weighed = mass_from(open, many, low, peak, temperature, PART).to(tl.float64)
+            weighed = _mass(open, many, low, peak, temperature, PART).to(tl.float64)
             count = tl.full([], 0, tl.int64)
         few = tl.full([], 0, tl.int32)  # taken
         heavy = tl.full([], 0, tl.int64)  # their weight

@@ -115,18 +115,25 @@ def score(x, peak, temperature):
 @triton.jit
 def exp(x, FAST: tl.constexpr):
     """exp for sums. FAST: by the device's own instruction alone, which takes what is below 2**-126 for 0."""
+    return exp_of_product(x, 1.0, FAST)
+
+
+@triton.jit
+def exp_of_product(x, factor, FAST: tl.constexpr):
+    """exp(x * factor) for a scalar factor, as `exp`."""
     if FAST:
+        exponent = x * tl.minimum(factor * _LOG2E, 3e38)
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _LOG2E], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.exp(x)
+        return tl.exp(x * factor)
 
 
 @triton.jit
 def ordered(x):
     """int32 bits that compare as the floats do."""
-    x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
+    x += 0.0  # -0.0 equals 0.0
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

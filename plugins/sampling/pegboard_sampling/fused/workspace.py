@@ -12,8 +12,8 @@ from . import values as v
 from .best import SCRATCH
 from .chunks import COLUMNS
 
-#: Groups of 128 logits that a program reads, and that one reads again to list candidates.
-CHUNK_GROUPS, PART_GROUPS = 32, 16
+#: Groups of 128 logits that a program reads; that one reads again at a time to list candidates, and in all.
+CHUNK_GROUPS, TILE_GROUPS, PART_GROUPS = 32, 16, 32
 
 
 class Workspace:
@@ -40,6 +40,7 @@ class Workspace:
         self.counts = empty(dtype=torch.int32)
         self.profiles = empty(self.chunks, 2, COLUMNS.value, dtype=torch.float32, count=wide_rows)
         self.bounds = empty(2, dtype=torch.float32, count=wide_rows)
+        self.part_counts = empty(self.parts, dtype=torch.int32, count=wide_rows)
         self.reached = empty(self.parts, dtype=torch.float32, count=wide_rows)
         self.best_keys = empty(self.parts, dtype=torch.int64, count=wide_rows)
         self.candidates = empty(SCRATCH.value, dtype=torch.int64)

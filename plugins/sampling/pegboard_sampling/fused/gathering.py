@@ -109,9 +109,11 @@ def best_noisy(keys, there, peak, temperature, min_p, position, seed, reach, bes
 
 
 @triton.jit
-def _nth(x, nth):
-    """x[:, :, nth] of integers: mere registers, as each thread holds them all."""
-    return tl.sum(tl.where(tl.arange(0, x.shape[2])[None, None, :] == nth, x, 0), 2)
+def _one(x, turn, nth):
+    """x[turn, :, nth] of integers: a register of each thread's, as it holds its own turns and neighbours all."""
+    at_turn = (tl.arange(0, x.shape[0]) == turn)[:, None, None]
+    at_nth = (tl.arange(0, x.shape[2]) == nth)[None, None, :]
+    return tl.sum(tl.sum(tl.where(at_turn & at_nth, x, 0), 2), 0)
 
 
 @triton.jit(do_not_specialize=["groups", "parts", "room"])
@@ -160,32 +162,31 @@ def gather_candidates(
         group = first + tl.arange(0, TILE_GROUPS)
         top = tl.load(maxima + row * groups + group, mask=group < groups, other=float("-inf"))
         if tl.max((top >= floor).to(tl.int32), 0) > 0:
-            # Turns, threads and adjacent tokens: places are sums within threads, which meet only once
-            adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
-            turns: tl.constexpr = TILE_GROUPS * v.GROUP // (THREADS * adjacent)
-            turn = tl.arange(0, turns)[:, None, None]
-            thread = tl.arange(0, THREADS)[None, :, None]
-            ids = (turn * THREADS + thread) * adjacent + tl.arange(0, adjacent)[None, None, :]
-            ids += first * v.GROUP
+            ids = group[:, None] * v.GROUP + tl.arange(0, v.GROUP)[None, :]
             real = ids < vocab
             x = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
             x = v.adjusted(
                 x, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES
             )
+            # Turns, threads and adjacent tokens: places are sums within threads, which meet only once
+            adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+            turns: tl.constexpr = TILE_GROUPS * v.GROUP // (THREADS * adjacent)
+            x = tl.reshape(x, [turns, THREADS, adjacent])
+            ids = tl.reshape(ids, [turns, THREADS, adjacent])
             taken = (x >= floor).to(tl.int32)
-            of_turns = tl.sum(taken, 2)
-            of_threads = tl.sum(of_turns, 0)
+            of_threads = tl.sum(tl.sum(taken, 2), 0)
             found = tl.sum(of_threads, 0)
             if CHOOSES:
                 to = own + many
             else:
                 to = own + tl.atomic_add(counts + row, found)
-            # All in the layout of the tile, so that nothing moves between threads
-            of_earlier = tl.cumsum(tl.broadcast_to(of_turns[:, :, None], taken.shape), 0) - of_turns[:, :, None]
-            place = (tl.cumsum(of_threads, 0) - of_threads)[None, :, None] + of_earlier + tl.cumsum(taken, 2) - 1
+            place = tl.cumsum(of_threads, 0) - of_threads
             keys = v.key_of(x, ids)
-            for nth in tl.static_range(adjacent):
-                tl.store(to + _nth(place, nth), _nth(keys, nth), mask=_nth(taken, nth) > 0)
+            for turn in tl.static_range(turns):
+                for nth in tl.static_range(adjacent):
+                    one_taken = _one(taken, turn, nth)
+                    tl.store(to + place, _one(keys, turn, nth), mask=one_taken > 0)
+                    place += one_taken
             many += found
     if CHOOSES:
         reach = tl.full([], float("-inf"), tl.float32)

@@ -100,15 +100,6 @@ def bound_candidates(
 
 
 @triton.jit
-def best_noisy(keys, there, peak, temperature, min_p, position, seed, reach, best_keys, FAST: tl.constexpr):
-    """reach and best_keys after keys of the same shape, which come in no order."""
-    scores = v.score(v.value_of(keys), peak, temperature)
-    kept = there & (tl.exp(scores) >= min_p)
-    noisy = scores + noise.gumbel(v.id_of(keys), position, seed, noise.TOKENS, FAST)
-    return v.before(tl.where(kept, noisy, float("-inf")), tl.where(kept, keys, v.LOWEST), reach, best_keys)
-
-
-@triton.jit
 def _one(x, turn, nth):
     """x[turn, :, nth] of integers: a register of each thread's, as it holds its own turns and neighbours all."""
     at_turn = (tl.arange(0, x.shape[0]) == turn)[:, None, None]
@@ -134,6 +125,7 @@ def gather_candidates(
     reached,
     best_keys,
     listed,
+    noises,
     stride,
     vocab,
     groups,
@@ -148,8 +140,9 @@ def gather_candidates(
     THREADS: tl.constexpr,
 ):
     """listed [N, 2, room] int64: keys in the first half, counts[row] of them. With CHOOSES those of each part stand
-    where the part begins, part_counts [N, parts]; reached and best_keys [N, parts]: its best perturbed score and whose
-    it is."""
+    where the part begins, part_counts [N, parts], and at the same places of the second half of `noises`, which is
+    `listed` as float32 [N, 4 room], their perturbed scores, -inf below min-p; reached and best_keys [N, parts]: the
+    best of these and whose it is."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     floor = tl.load(bounds + row * 2)
     slot = tl.load(slots + row)
@@ -199,12 +192,15 @@ def gather_candidates(
             offsets = tl.arange(0, THREADS)
             reaches = tl.full([THREADS], float("-inf"), tl.float32)
             firsts = tl.full([THREADS], v.LOWEST, tl.int64)
+            beside = noises + row * 4 * room + 2 * room + part * TILES * TILE_GROUPS * v.GROUP
             for start in range(0, many, THREADS):
                 there = start + offsets < many
                 candidates = tl.load(own + start + offsets, mask=there, other=v.LOWEST)
-                reaches, firsts = best_noisy(
-                    candidates, there, peak, temperature, min_p, position, seed, reaches, firsts, FAST
-                )
+                scores = v.score(v.value_of(candidates), peak, temperature)
+                noisy = scores + noise.gumbel(v.id_of(candidates), position, seed, noise.TOKENS, FAST)
+                noisy = tl.where(there & (tl.exp(scores) >= min_p), noisy, float("-inf"))
+                tl.store(beside + start + offsets, noisy, mask=there)
+                reaches, firsts = v.before(noisy, candidates, reaches, firsts)
             reach, key = tl.reduce((reaches, firsts), 0, v.before)
         at = row * parts + part
         tl.store(part_counts + at, many)

@@ -26,8 +26,8 @@ from .workspace import CHUNK_GROUPS, PART_GROUPS, TILE_GROUPS, Workspace
 
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
-#: Listed tokens that a program weighs, or adds noise to, at a time; at least one of each part.
-_PICK_BLOCK = 1024
+#: Listed tokens that a program weighs at a time; at least one of each part.
+_PICK_BLOCK = 2048
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.
@@ -38,7 +38,7 @@ _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
 _PROFILE_WARPS = 4
 _BOUND_WARPS = 4
 _LIST_WARPS = 4
-_PICK_WARPS = 8
+_PICK_WARPS = 16
 
 
 class Choices(NamedTuple):
@@ -192,6 +192,7 @@ class Passes:
             work.reached,
             work.best_keys,
             listed,
+            work.noises,
             logits.stride(0),
             self._vocab_size,
             work.groups,
@@ -209,13 +210,13 @@ class Passes:
             wide = triton.next_power_of_2(work.parts)
             pick[(count,)](
                 choices.slots,
-                choices.positions,
                 *state[:2],
                 work.statistics,
                 work.part_counts,
                 work.reached,
                 work.best_keys,
                 listed,
+                work.noises,
                 ids,
                 work.chunks,
                 work.parts,
@@ -224,7 +225,6 @@ class Passes:
                 CHUNKS=sizes["CHUNKS"],
                 PARTS=wide,
                 WIDTH=max(1, _PICK_BLOCK // wide),
-                FAST=self._fast,
                 num_warps=_PICK_WARPS,
             )
             return

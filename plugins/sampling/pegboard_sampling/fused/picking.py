@@ -9,55 +9,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import chunks, gathering
+from . import chunks
 from . import values as v
 
 
 @triton.jit
-def _mass_ahead(listed, sizes, span, key, peak, temperature, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """int64: weight of the keys above `key`, of which each of PARTS has listed `sizes`, `span` apart."""
+def _ahead(listed, noises, sizes, span, key, peak, temperature, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of the keys above `key`, of which each of PARTS has listed `sizes`, `span` apart: int64 weight, and the key of
+    the best perturbed score, LOWEST for none."""
     starts, column = tl.arange(0, PARTS)[:, None] * span, tl.arange(0, WIDTH)[None, :]
     mass = tl.zeros([PARTS, WIDTH], tl.int64)
-    for start in range(0, tl.max(sizes, 0), WIDTH):
-        there = start + column < sizes[:, None]
-        keys = tl.load(listed + starts + start + column, mask=there, other=v.LOWEST)
-        mass += tl.where(keys > key, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
-    return tl.sum(tl.sum(mass, 1), 0)
-
-
-@triton.jit
-def _best_ahead(
-    listed,
-    sizes,
-    span,
-    key,
-    peak,
-    temperature,
-    min_p,
-    position,
-    seed,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """The key above `key` of the best perturbed score."""
-    starts, column = tl.arange(0, PARTS)[:, None] * span, tl.arange(0, WIDTH)[None, :]
     reach = tl.full([PARTS, WIDTH], float("-inf"), tl.float32)
     best = tl.full([PARTS, WIDTH], v.LOWEST, tl.int64)
     for start in range(0, tl.max(sizes, 0), WIDTH):
+        at = starts + start + column
         there = start + column < sizes[:, None]
-        keys = tl.load(listed + starts + start + column, mask=there, other=v.LOWEST)
-        reach, best = gathering.best_noisy(
-            keys, keys > key, peak, temperature, min_p, position, seed, reach, best, FAST
-        )
-    reach, best = tl.reduce((reach, best), 1, v.before)
-    return tl.reduce((reach, best), 0, v.before)[1]
+        keys = tl.load(listed + at, mask=there, other=v.LOWEST)
+        noisy = tl.load(noises + at, mask=there, other=float("-inf"))
+        ahead = keys > key
+        mass += tl.where(ahead, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
+        reach, best = v.before(tl.where(ahead, noisy, float("-inf")), tl.where(ahead, keys, v.LOWEST), reach, best)
+    # In the order of both, so that they stay pairs
+    reach, best = tl.reshape(reach, [PARTS * WIDTH]), tl.reshape(best, [PARTS * WIDTH])
+    return tl.sum(tl.ravel(mass), 0), tl.reduce((reach, best), 0, v.before)[1]
 
 
 @triton.jit(do_not_specialize=["chunk_count", "parts", "room", "span"])
 def pick(
     slots,
-    positions,
     floats,
     integers,
     statistics,
@@ -65,6 +44,7 @@ def pick(
     reached,
     best_keys,
     listed,
+    noises,
     ids_out,
     chunk_count,
     parts,
@@ -73,7 +53,6 @@ def pick(
     CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """WIDTH keys of each of PARTS at a time."""
     row = tl.program_id(0).to(tl.int64)
@@ -91,11 +70,10 @@ def pick(
             _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
             wanted = total.to(tl.float64) * v.UNIT * top_p
             own = listed + row * 2 * room
-            seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
-            min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
-            ahead = _mass_ahead(own, sizes, span, key, peak, temperature, PARTS, WIDTH)
-            # A row that fails has no key, and nothing is compared with a NaN
-            while (key > v.LOWEST) & (ahead > 0) & (ahead.to(tl.float64) >= wanted):
-                key = _best_ahead(own, sizes, span, key, peak, temperature, min_p, position, seed, PARTS, WIDTH, FAST)
-                ahead = _mass_ahead(own, sizes, span, key, peak, temperature, PARTS, WIDTH)
+            beside = noises + row * 4 * room + 2 * room
+            tries = key > v.LOWEST  # a row that fails has none
+            while tries:
+                mass, following = _ahead(own, beside, sizes, span, key, peak, temperature, PARTS, WIDTH)
+                tries = (mass > 0) & (mass.to(tl.float64) >= wanted) & (following > key)
+                key = tl.where(tries, following, key)
         tl.store(ids_out + row, v.id_of(key).to(tl.int64))

@@ -47,6 +47,7 @@ class Workspace:
         self.support = empty(dtype=torch.int64)
         self.mass = empty(dtype=torch.float32)
         self._listed: Tensor | None = None
+        self._noises: Tensor | None = None
 
     @property
     @torch.inference_mode(False)
@@ -54,4 +55,10 @@ class Workspace:
         """[wide_rows, 2, V] int64, made when a row first needs it."""
         if self._listed is None:
             self._listed = torch.empty(self._listed_shape, dtype=torch.int64, device=self.counts.device)
+            self._noises = self._listed.view(torch.float32)
         return self._listed
+
+    @property
+    def noises(self) -> Tensor:
+        """The memory of `listed` as float32."""
+        return self.listed if self._noises is None else self._noises

@@ -27,7 +27,7 @@ from .workspace import CHUNK_GROUPS, PART_GROUPS, TILE_GROUPS, Workspace
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
 #: Listed tokens that a program weighs at a time; at least one of each part.
-_PICK_BLOCK = 2048
+_PICK_BLOCK = 1024
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.

@@ -77,7 +77,7 @@ if INTERPRETED:
         part = Interpreted
         grid = "small"
         dtypes = ("float32", "float16") if FULL else ("float32",)
-        claims = ("verify", "batch_invariant")
+        claims = ("verify", "trees", "batch_invariant")
         exempt = {
             "test_distribution": "takes thousands of launches: held on a CUDA device",
             "test_exact_support": "takes thousands of launches: held on a CUDA device, here test_support",
@@ -121,7 +121,7 @@ class TestOnCuda(SamplerSuite):
     part = FusedSampler
     device = "cuda"
     dtypes = ("float32", "float16", "bfloat16")
-    claims = ("verify", "batch_invariant")
+    claims = ("verify", "trees", "batch_invariant")
 
 
 @pytest.mark.supports("Sampling", "every parameter in Triton, without sorting the vocabulary (part fused)")

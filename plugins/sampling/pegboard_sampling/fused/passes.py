@@ -42,8 +42,9 @@ _PICK_WARPS = 16
 
 
 class Choices(NamedTuple):
-    """[M] each, int64. With drafts the queries that choices follow, how many drafts of its row each follows, and the
-    draft that it judges, -1 for none; what those were drawn from stands in `probs` [M, V], one row later."""
+    """[M] each, int64. With drafts the queries that choices follow (in `trees` with their parents), how many drafts of
+    its row each follows, and in chains the draft that it judges, -1 for none; what those were drawn from stands in
+    `probs` [M, V], one row later."""
 
     logits: Tensor
     slots: Tensor
@@ -52,6 +53,7 @@ class Choices(NamedTuple):
     places: Tensor | None = None
     drafts: Tensor | None = None
     probs: Tensor | None = None
+    trees: bool = False
 
     def parts(self, most: int) -> Iterator[tuple[slice, Choices]]:
         for start in range(0, self.logits.shape[0], most):
@@ -67,6 +69,7 @@ class Choices(NamedTuple):
                     places=None if self.places is None else self.places[part],
                     drafts=None if self.drafts is None else self.drafts[part],
                     probs=None if self.probs is None else self.probs[start:],
+                    trees=self.trees,
                 ),
             )
 
@@ -80,7 +83,7 @@ class Passes:
         self._workspace = Workspace(rows, rows, vocab_size, slots.device)
 
     def run(self, choices: Choices, path: Path, ids: Tensor) -> LogprobTensors | None:
-        """Fills ids [M]. Choices without drafts are counted."""
+        """Fills ids [M]. Choices that follow no drafts are counted."""
         count = choices.logits.shape[0]
         # There may be as many candidates as tokens: of so much memory there is one share a slot
         most = min(count, self._most if path.wide else _MOST_ROWS)
@@ -116,7 +119,9 @@ class Passes:
         )
 
     def _adjustments(self, choices: Choices, path: Path) -> dict[str, Any]:
-        words = v.NO_WORDS if not path.words else v.SLOT_WORDS if choices.places is None else v.DRAFT_WORDS
+        words = v.NO_WORDS
+        if path.words:
+            words = v.SLOT_WORDS if choices.places is None else v.TREE_WORDS if choices.trees else v.DRAFT_WORDS
         return {"WORDS": words.value, "BIASES": path.biases}
 
     def _tells(self, choices: Choices, path: Path) -> bool:
@@ -273,7 +278,7 @@ class Passes:
             ADDS_NOISE=path.noise,
             FEW=path.few,
             TELLS=self._tells(choices, path),
-            COUNTS=not path.processed and choices.drafts is None,
+            COUNTS=not path.processed and choices.places is None,
             FAST=self._fast,
             num_warps=_ROW_WARPS if path.few else 1,
         )
@@ -364,7 +369,7 @@ class Passes:
             listed,
             **self._row_sizes,
             **modes,
-            COUNTS=path.processed and choices.drafts is None,
+            COUNTS=path.processed and choices.places is None,
             num_warps=_ROW_WARPS,
         )
         return LogprobTensors(chosen=chosen, top_ids=top_ids, top_values=top_values)

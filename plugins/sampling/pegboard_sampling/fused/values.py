@@ -14,8 +14,9 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, FLOATS = (tl.constex
 SEED, KIND, TOP_K, FLAGS, MIN_TOKENS, CHOSEN, LOGPROBS, MAX_LENGTH, INTEGERS = (tl.constexpr(i) for i in range(9))
 #: How a row chooses.
 GREEDY, NOISE, FEW, WIDE = (tl.constexpr(i) for i in range(4))
-#: What WORDS says: whether a choice reads the slot's words, and whether it counts the drafts before it.
-NO_WORDS, SLOT_WORDS, DRAFT_WORDS = (tl.constexpr(i) for i in range(3))
+#: What WORDS says: whether a choice reads the slot's words, and whether it counts the drafts before it, of a chain or a
+#: tree.
+NO_WORDS, SLOT_WORDS, DRAFT_WORDS, TREE_WORDS = (tl.constexpr(i) for i in range(4))
 #: Bits of FLAGS.
 PENALTIES, BIAS, PROCESSED, MANY_STOPS = (tl.constexpr(1 << i) for i in range(4))
 #: Bits of a token's word; above them how often it was chosen.
@@ -72,11 +73,12 @@ def adjusted(
     BIASES: tl.constexpr,
 ):
     """Logits x of a row after penalties, bias and the mask of min_tokens; `real` where there is a token. Float32.
-    The choice follows queries[row], and places[row] drafts in all, which are not counted among the words yet."""
+    The choice follows queries[row], and places[row] drafts in all, which are not counted among the words yet. In a tree
+    each of `queries` has above its 32 bits of id how far before it its parent stands."""
     flags = integer(integers, slot, FLAGS)
     if WORDS:
         chosen = integer(integers, slot, CHOSEN)
-        if WORDS == DRAFT_WORDS:
+        if WORDS >= DRAFT_WORDS:
             chosen += tl.load(places + row)
         early = chosen < integer(integers, slot, MIN_TOKENS)
         penalised = (flags & PENALTIES) != 0
@@ -85,6 +87,12 @@ def adjusted(
             if WORDS == DRAFT_WORDS:
                 for back in range(tl.load(places + row).to(tl.int32)):
                     word += tl.where(tl.load(queries + row - back).to(tl.int32) == ids, CHOSEN_ONCE, 0)
+            if WORDS == TREE_WORDS:
+                query = queries + row
+                for _ in range(tl.load(places + row).to(tl.int32)):
+                    entry = tl.load(query)
+                    word += tl.where(entry.to(tl.int32) == ids, CHOSEN_ONCE, 0)
+                    query -= entry >> 32
             count = word >> COUNT_SHIFT
             repetition = number(floats, slot, REPETITION).to(tl.float32)
             presence = number(floats, slot, PRESENCE).to(tl.float32)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +13,7 @@ from pegboard.contracts.sampler import LogprobTensors
 from ..choice import best_first
 from . import values as v
 from .best import MOST
+from .choices import Choices
 from .choosing import choose
 from .chunks import read_chunks
 from .gathering import bound_candidates, gather_candidates
@@ -39,39 +39,6 @@ _PROFILE_WARPS = 4
 _BOUND_WARPS = 4
 _LIST_WARPS = 4
 _PICK_WARPS = 16
-
-
-class Choices(NamedTuple):
-    """[M] each, int64. With drafts the queries that choices follow (in `trees` with their parents), how many drafts of
-    its row each follows, and in chains the draft that it judges, -1 for none; what those were drawn from stands in
-    `probs` [M, V], one row later."""
-
-    logits: Tensor
-    slots: Tensor
-    positions: Tensor
-    queries: Tensor | None = None
-    places: Tensor | None = None
-    drafts: Tensor | None = None
-    probs: Tensor | None = None
-    trees: bool = False
-
-    def parts(self, most: int) -> Iterator[tuple[slice, Choices]]:
-        for start in range(0, self.logits.shape[0], most):
-            part = slice(start, start + most)
-            yield (
-                part,
-                Choices(
-                    logits=self.logits[part],
-                    slots=self.slots[part],
-                    positions=self.positions[part],
-                    # What comes before or after may lie in another part
-                    queries=None if self.queries is None else self.queries[start:],
-                    places=None if self.places is None else self.places[part],
-                    drafts=None if self.drafts is None else self.drafts[part],
-                    probs=None if self.probs is None else self.probs[start:],
-                    trees=self.trees,
-                ),
-            )
 
 
 class Passes:

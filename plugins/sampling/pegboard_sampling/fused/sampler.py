@@ -24,7 +24,8 @@ from pegboard.errors import PegboardError
 from .. import logprobs
 from ..options import FusedSamplerOptions
 from . import values as v
-from .passes import Choices, Passes
+from .choices import Choices
+from .passes import Passes
 from .slots import STOPS, FusedSlots, Path
 from .verifying import keep_drafts, lay_out_choices
 

@@ -201,7 +201,7 @@ def gather_candidates(
                 noisy = tl.where(there & (tl.exp(scores) >= min_p), noisy, float("-inf"))
                 tl.store(beside + start + offsets, noisy, mask=there)
                 reaches, firsts = v.before(noisy, candidates, reaches, firsts)
-            reach, key = tl.reduce((reaches, firsts), 0, v.before)
+            reach, key = v.foremost(reaches, firsts)
         at = row * parts + part
         tl.store(part_counts + at, many)
         tl.store(reached + at, reach)

@@ -29,9 +29,7 @@ def _ahead(listed, noises, sizes, span, key, peak, temperature, PARTS: tl.conste
         ahead = keys > key
         mass += tl.where(ahead, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
         reach, best = v.before(tl.where(ahead, noisy, float("-inf")), tl.where(ahead, keys, v.LOWEST), reach, best)
-    # In the order of both, so that they stay pairs
-    reach, best = tl.reshape(reach, [PARTS * WIDTH]), tl.reshape(best, [PARTS * WIDTH])
-    return tl.sum(tl.ravel(mass), 0), tl.reduce((reach, best), 0, v.before)[1]
+    return tl.sum(tl.ravel(mass), 0), v.foremost(reach, best)[1]
 
 
 @triton.jit(do_not_specialize=["chunk_count", "parts", "room", "span"])
@@ -63,7 +61,7 @@ def pick(
         noisy = tl.load(reached + at, mask=there, other=float("-inf"))
         keys = tl.load(best_keys + at, mask=there, other=v.LOWEST)
         sizes = tl.load(part_counts + at, mask=there, other=0)
-        key = tl.reduce((noisy, keys), 0, v.before)[1]
+        key = v.foremost(noisy, keys)[1]
         top_p = v.number(floats, slot, v.TOP_P)
         if top_p < 1:
             temperature = v.temperature_of(floats, integers, slot)

@@ -177,6 +177,16 @@ def before(noisy, key, other_noisy, other_key):
 
 
 @triton.jit
+def foremost(noisy, keys):
+    """Of all perturbed scores the best, as `before` has it, and its key; both 1-dimensional or a tile."""
+    best = tl.max(tl.ravel(noisy), 0)
+    keys = tl.where(noisy == best, keys, LOWEST)
+    # Equal scores of different logits: the lowest id, which is the greatest lower half
+    lower = tl.max(tl.ravel(tl.where(noisy == best, keys & 0xFFFFFFFF, -1)), 0)
+    return best, tl.max(tl.ravel(tl.where((keys & 0xFFFFFFFF) == lower, keys, LOWEST)), 0)
+
+
+@triton.jit
 def first_of_best(x, ids):
     """The greatest x and the lowest id that has it; x is 1-dimensional or a tile."""
     best = tl.max(tl.ravel(x), 0)

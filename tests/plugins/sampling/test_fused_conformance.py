@@ -95,7 +95,7 @@ if INTERPRETED:
             told = zip(found.top_ids[0].tolist(), found.top_values[0].tolist(), strict=True)
             assert {id for id, value in told if value > -math.inf} == allowed
 
-        @pytest.mark.parametrize("form", ["flat", "tied", "falling"])
+        @pytest.mark.parametrize("form", ["flat", "tied", pytest.param("falling", marks=pytest.mark.full)])
         def test_the_best_that_takes_part(self, candidate: Candidate, form: str) -> None:
             """More than one part of a row, and rows that fail among the others."""
             vocab, count = 4500, len(UNCOUNTED)

@@ -141,8 +141,8 @@ def gather_candidates(
 ):
     """listed [N, 2, room] int64: keys in the first half, counts[row] of them. With CHOOSES those of each part stand
     where the part begins, part_counts [N, parts], and at the same places of the second half of `noises`, which is
-    `listed` as float32 [N, 4 room], their perturbed scores, -inf below min-p; reached and best_keys [N, parts]: the
-    best of these and whose it is."""
+    `listed` as float32 [N, 4 room], their perturbed scores, -inf below min-p; reached [N, parts]: the best of these,
+    as a key, and best_keys [N, parts]: whose it is."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     floor = tl.load(bounds + row * 2)
     slot = tl.load(slots + row)
@@ -182,7 +182,7 @@ def gather_candidates(
                     place += one_taken
             many += found
     if CHOOSES:
-        reach = tl.full([], float("-inf"), tl.float32)
+        reach = tl.full([], v.LOWEST, tl.int64)
         key = tl.full([], v.LOWEST, tl.int64)
         if many > 0:
             tl.debug_barrier()
@@ -190,7 +190,7 @@ def gather_candidates(
             seed, position = v.integer(integers, slot, v.SEED), tl.load(positions + row)
             min_p = v.number(floats, slot, v.MIN_P).to(tl.float32)
             offsets = tl.arange(0, THREADS)
-            reaches = tl.full([THREADS], float("-inf"), tl.float32)
+            reaches = tl.full([THREADS], v.LOWEST, tl.int64)
             firsts = tl.full([THREADS], v.LOWEST, tl.int64)
             beside = noises + row * 4 * room + 2 * room + part * TILES * TILE_GROUPS * v.GROUP
             for start in range(0, many, THREADS):
@@ -200,7 +200,9 @@ def gather_candidates(
                 noisy = scores + noise.gumbel(v.id_of(candidates), position, seed, noise.TOKENS, FAST)
                 noisy = tl.where(there & (tl.exp(scores) >= min_p), noisy, float("-inf"))
                 tl.store(beside + start + offsets, noisy, mask=there)
-                reaches, firsts = v.before(noisy, candidates, reaches, firsts)
+                noisy_keys = v.key_of(noisy, v.id_of(candidates))
+                firsts = tl.where(noisy_keys > reaches, candidates, firsts)
+                reaches = tl.maximum(reaches, noisy_keys)
             reach, key = v.foremost(reaches, firsts)
         at = row * parts + part
         tl.store(part_counts + at, many)

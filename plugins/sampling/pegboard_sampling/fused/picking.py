@@ -19,7 +19,7 @@ def _ahead(listed, noises, sizes, span, key, peak, temperature, PARTS: tl.conste
     the best perturbed score, LOWEST for none."""
     starts, column = tl.arange(0, PARTS)[:, None] * span, tl.arange(0, WIDTH)[None, :]
     mass = tl.zeros([PARTS, WIDTH], tl.int64)
-    reach = tl.full([PARTS, WIDTH], float("-inf"), tl.float32)
+    reach = tl.full([PARTS, WIDTH], v.LOWEST, tl.int64)
     best = tl.full([PARTS, WIDTH], v.LOWEST, tl.int64)
     for start in range(0, tl.max(sizes, 0), WIDTH):
         at = starts + start + column
@@ -28,7 +28,9 @@ def _ahead(listed, noises, sizes, span, key, peak, temperature, PARTS: tl.conste
         noisy = tl.load(noises + at, mask=there, other=float("-inf"))
         ahead = keys > key
         mass += tl.where(ahead, v.weight(v.score(v.value_of(keys), peak, temperature)), 0)
-        reach, best = v.before(tl.where(ahead, noisy, float("-inf")), tl.where(ahead, keys, v.LOWEST), reach, best)
+        noisy_keys = tl.where(ahead, v.key_of(noisy, v.id_of(keys)), v.LOWEST)
+        best = tl.where(noisy_keys > reach, keys, best)
+        reach = tl.maximum(reach, noisy_keys)
     return tl.sum(tl.ravel(mass), 0), v.foremost(reach, best)[1]
 
 
@@ -58,10 +60,10 @@ def pick(
     if v.integer(integers, slot, v.KIND) == v.WIDE:
         part = tl.arange(0, PARTS)
         at, there = row * parts + part, part < parts
-        noisy = tl.load(reached + at, mask=there, other=float("-inf"))
+        noisy_keys = tl.load(reached + at, mask=there, other=v.LOWEST)
         keys = tl.load(best_keys + at, mask=there, other=v.LOWEST)
         sizes = tl.load(part_counts + at, mask=there, other=0)
-        key = v.foremost(noisy, keys)[1]
+        key = v.foremost(noisy_keys, keys)[1]
         top_p = v.number(floats, slot, v.TOP_P)
         if top_p < 1:
             temperature = v.temperature_of(floats, integers, slot)

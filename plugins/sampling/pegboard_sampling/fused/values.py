@@ -169,21 +169,10 @@ def weight(scores):
 
 
 @triton.jit
-def before(noisy, key, other_noisy, other_key):
-    """Of two perturbed scores and their keys the greater, of equals that of the lower id."""
-    equal = (noisy == other_noisy) & ((key & 0xFFFFFFFF) >= (other_key & 0xFFFFFFFF))
-    first = (noisy > other_noisy) | equal
-    return tl.where(first, noisy, other_noisy), tl.where(first, key, other_key)
-
-
-@triton.jit
-def foremost(noisy, keys):
-    """Of all perturbed scores the best, as `before` has it, and its key; both 1-dimensional or a tile."""
-    best = tl.max(tl.ravel(noisy), 0)
-    keys = tl.where(noisy == best, keys, LOWEST)
-    # Equal scores of different logits: the lowest id, which is the greatest lower half
-    lower = tl.max(tl.ravel(tl.where(noisy == best, keys & 0xFFFFFFFF, -1)), 0)
-    return best, tl.max(tl.ravel(tl.where((keys & 0xFFFFFFFF) == lower, keys, LOWEST)), 0)
+def foremost(noisy_keys, keys):
+    """Of keys of perturbed scores the first, and the one of the other keys beside it; 1-dimensional or a tile."""
+    best = tl.max(tl.ravel(noisy_keys), 0)
+    return best, tl.max(tl.ravel(tl.where(noisy_keys == best, keys, LOWEST)), 0)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from pegboard.devices import device_facts
 from pegboard.errors import PegboardError
 from pegboard.testing.oracles.sampling import chi_square_limit, choose
 from pegboard_sampling.fused.sampler import FusedSampler
+from pegboard_sampling.torch_sampler import TorchSampler
 
 #: Every way to choose.
 KINDS: list[dict[str, Any]] = [
@@ -31,6 +32,15 @@ KINDS: list[dict[str, Any]] = [
     {"top_k": 1000, "top_p": 0.95},
     {"top_k": 40, "frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": {3: 4.0, 9: -4.0}},
     {"top_p": 0.8, "presence_penalty": 1.5, "min_tokens": 9},
+]
+#: Those that count no tokens, which are chosen in another way when no others are beside them.
+UNCOUNTED = [
+    {"top_p": 0.05},
+    {"top_p": 0.3, "temperature": 1.5},
+    {"top_p": 0.5},
+    {"top_p": 0.7, "min_p": 0.3},
+    {"temperature": 0.7},
+    *(kind for kind in KINDS if "top_k" not in kind),
 ]
 
 
@@ -74,23 +84,48 @@ def logits_of(form: str, count: int, vocab: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("vocab", [17, 5000, 50257, 128256, 262144])
 def test_choices_are_the_definition_s(form: str, vocab: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        openings = [opening(slot, **kind) for slot, kind in enumerate(KINDS)]
-        sampler = FusedSampler.create(need(vocab, len(KINDS)), None)
-        sampler.open(openings)
-        logits = logits_of(form, len(KINDS), vocab, dtype)
-        wide = torch.full((len(KINDS), vocab + 40), math.nan, device="cuda", dtype=dtype)
-        wide[:, 8 : 8 + vocab] = logits
-        ids = sampler.sample(wide[:, 8 : 8 + vocab], rows(range(len(KINDS)), 77)).ids.tolist()
-        for row, id, one in zip(logits, ids, openings, strict=True):
-            problem = choose(row, one, 77).problem(id, 1e-4)
-            assert not problem, f"{dtype}, {one.sampling}: {problem}"
+        for kinds in (KINDS, UNCOUNTED):
+            openings = [opening(slot, **kind) for slot, kind in enumerate(kinds)]
+            sampler = FusedSampler.create(need(vocab, len(kinds)), None)
+            sampler.open(openings)
+            logits = logits_of(form, len(kinds), vocab, dtype)
+            wide = torch.full((len(kinds), vocab + 40), math.nan, device="cuda", dtype=dtype)
+            wide[:, 8 : 8 + vocab] = logits
+            ids = sampler.sample(wide[:, 8 : 8 + vocab], rows(range(len(kinds)), 77)).ids.tolist()
+            for row, id, one in zip(logits, ids, openings, strict=True):
+                problem = choose(row, one, 77).problem(id, 1e-4)
+                assert not problem, f"{dtype}, {one.sampling}: {problem}"
 
 
 @pytest.mark.gpu
-def test_replays_follow_slots_parameters_and_positions() -> None:
+@pytest.mark.parametrize("form", ["normal", "tied", "flat", "clustered", "masked"])
+def test_tokens_are_the_torch_sampler_s(form: str) -> None:
+    """256 rows that count no tokens, two of which fail; where the samplers differ the definition decides."""
+    vocab, count = 128256, 256
+    openings = [opening(slot, **UNCOUNTED[slot % len(UNCOUNTED)]) for slot in range(count)]
+    sampler, other = FusedSampler.create(need(vocab, count), None), TorchSampler.create(need(vocab, count), None)
+    logits = logits_of(form, count, vocab, torch.float32)
+    logits[17, 77_000], logits[18] = math.nan, -math.inf
+    for position in (3, 4):
+        sampler.open(openings)
+        other.open(openings)
+        ids = sampler.sample(logits, rows(range(count), position)).ids.tolist()
+        expected = other.sample(logits.clone(), rows(range(count), position)).ids.tolist()
+        assert (ids[17], ids[18]) == (-1, -2)
+        for row, (id, right) in enumerate(zip(ids, expected, strict=True)):
+            if id != right:
+                problem = choose(logits[row], openings[row], position).problem(id, 1e-4)
+                assert not problem, f"{openings[row].sampling}: {problem}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counted", [True, False])
+def test_replays_follow_slots_parameters_and_positions(counted: bool) -> None:
     """Rows of every kind, recorded once, with slots opened anew in between: as the same steps without a graph. The last
     row is idle."""
-    vocab, count = 128256, len(KINDS)
+    kinds = KINDS if counted else UNCOUNTED
+    modes = ("raw", "processed") if counted else ("raw", "raw")
+    vocab, count = 128256, len(kinds)
     recorded, plain = (FusedSampler.create(need(vocab, count + 1), None) for _ in range(2))
     logits = torch.empty(count + 1, vocab, device="cuda")
     logits[count] = math.nan
@@ -100,8 +135,8 @@ def test_replays_follow_slots_parameters_and_positions() -> None:
     for turn in range(3):
         order = [(slot + turn) % count for slot in range(count)]
         openings = [
-            opening(slot, seed=100 * turn + slot, logprobs=3, logprobs_mode=("raw", "processed")[slot % 2], **kind)
-            for slot, kind in zip(order, KINDS, strict=True)
+            opening(slot, seed=100 * turn + slot, logprobs=3, logprobs_mode=modes[slot % 2], **kind)
+            for slot, kind in zip(order, kinds, strict=True)
         ]
         for sampler in (recorded, plain):
             sampler.open(openings)

@@ -66,10 +66,11 @@ def hold_sizes(made: list[Any]) -> None:
     assert all(one.instructions.total() < MOST_INSTRUCTIONS for one in made)
 
 
-@pytest.mark.parametrize("rejects", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["chain", "tree", pytest.param("rejection", marks=pytest.mark.full)])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kind", ["greedy", pytest.param("adjusted few", marks=pytest.mark.full)])
-def test_nothing_spills_with_drafts(compile_for: Callable[..., Any], capability: int, kind: str, rejects: bool) -> None:
+def test_nothing_spills_with_drafts(compile_for: Callable[..., Any], capability: int, kind: str, way: str) -> None:
+    rejects = way == "rejection"
     device = DeviceFacts(type="cuda", capability=divmod(capability, 10))
     sampler = OnHost(SamplerNeed(device=device, vocab_size=VOCAB, slots=2, max_length=100, max_drafts=1), rejects)
     sampler.open([SlotOpening(slot=0, sampling=SamplingParams(**KINDS[kind]), seed=1, prompt=(1, 2), max_length=100)])
@@ -78,7 +79,7 @@ def test_nothing_spills_with_drafts(compile_for: Callable[..., Any], capability:
         query_start=torch.tensor([0, 2], dtype=torch.int32),
         positions=torch.zeros(1, dtype=torch.int64),
         ids=torch.zeros(2, dtype=torch.int64),
-        parents=None,
+        parents=torch.tensor([-1, 0]) if way == "tree" else None,
         probs=torch.zeros(2, VOCAB) if rejects else None,
         host_slots=(0,),
     )

@@ -41,6 +41,17 @@ SUPPORT: list[tuple[list[float], dict[str, Any], set[int]]] = [
     ([0.0] * 1300, {"min_p": 0.5}, set(range(1300))),
 ]
 
+#: Kinds that count no tokens, so that the best with its noise is tried: at low top-p most first tries fail.
+UNCOUNTED: list[dict[str, Any]] = [
+    {"top_p": 0.02},
+    {"top_p": 0.1, "temperature": 1.7},
+    {"top_p": 0.3},
+    {"top_p": 0.6, "min_p": 0.2},
+    {"top_p": 0.9, "temperature": 0.4, "presence_penalty": 1.0, "output": (1, 5)},
+    {"top_p": 0.99999, "logit_bias": {3: 2.0}},
+    {"min_p": 0.3},
+]
+
 FULL = bool(os.environ.get("PEGBOARD_FULL"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -66,7 +77,7 @@ if INTERPRETED:
         part = Interpreted
         grid = "small"
         dtypes = ("float32", "float16") if FULL else ("float32",)
-        claims = ("verify", "batch_invariant")
+        claims = ("verify", "trees", "batch_invariant")
         exempt = {
             "test_distribution": "takes thousands of launches: held on a CUDA device",
             "test_exact_support": "takes thousands of launches: held on a CUDA device, here test_support",
@@ -84,13 +95,33 @@ if INTERPRETED:
             told = zip(found.top_ids[0].tolist(), found.top_values[0].tolist(), strict=True)
             assert {id for id, value in told if value > -math.inf} == allowed
 
+        @pytest.mark.parametrize("form", ["flat", "tied", pytest.param("falling", marks=pytest.mark.full)])
+        def test_the_best_that_takes_part(self, candidate: Candidate, form: str) -> None:
+            """More than one part of a row, and rows that fail among the others."""
+            vocab, count = 4500, len(UNCOUNTED)
+            openings = [self.opening(slot, **kind) for slot, kind in enumerate([*UNCOUNTED, *[{"top_p": 0.5}] * 2])]
+            for position in range(5 if FULL else 1):
+                sampler = self.make(candidate, openings, vocab)
+                logits = self.logits(len(openings), vocab, "float32", seed=position, size=1.0)
+                if form == "flat":
+                    logits = torch.zeros_like(logits)
+                elif form == "tied":
+                    logits = (logits * 2).round()
+                else:
+                    logits -= 2 * torch.arange(1.0, vocab + 1, device=self.device).log()
+                logits[0::3, :2000] = -math.inf
+                logits[count], logits[count + 1, 4200] = -math.inf, math.nan
+                ids = self.sample(sampler, logits, range(len(openings)), [position] * len(openings)).ids.tolist()
+                assert ids[count:] == [-2, -1]
+                self.hold_choices(ids[:count], logits[:count], openings[:count], position, "float32")
+
 
 @pytest.mark.gpu
 class TestOnCuda(SamplerSuite):
     part = FusedSampler
     device = "cuda"
     dtypes = ("float32", "float16", "bfloat16")
-    claims = ("verify", "batch_invariant")
+    claims = ("verify", "trees", "batch_invariant")
 
 
 @pytest.mark.supports("Sampling", "every parameter in Triton, without sorting the vocabulary (part fused)")

@@ -80,14 +80,20 @@ def reference(vocab: int, slots: int, drafts: int, verification: Verification) -
     return TorchSampler.create(need, TorchSamplerOptions(verification=verification))
 
 
-def verify_rows(slots: list[int], queries: list[list[int]], device: str, probs: Tensor | None = None) -> VerifyRows:
+def verify_rows(
+    slots: list[int],
+    queries: list[list[int]],
+    device: str,
+    probs: Tensor | None = None,
+    parents: list[list[int]] | None = None,
+) -> VerifyRows:
     starts = [0, *itertools.accumulate(len(row) for row in queries)]
     return VerifyRows(
         slots=torch.tensor(slots, device=device),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         positions=torch.full((len(slots),), 10, device=device),
         ids=torch.tensor([id for row in queries for id in row], device=device),
-        parents=None,
+        parents=None if parents is None else torch.tensor([one for row in parents for one in row], device=device),
         probs=None if probs is None else probs.to(device),
         host_slots=tuple(slots),
         host_queries=tuple(len(row) for row in queries),
@@ -107,6 +113,16 @@ def likely_drafts(logits: Tensor, sizes: list[int], draw: torch.Generator) -> li
     return rows
 
 
+def likely_trees(logits: Tensor, parents: list[list[int]]) -> list[list[int]]:
+    """As `likely_drafts`: the best token behind each query, the second best for its second child, and so on."""
+    rows, at = [], 0
+    for own in parents:
+        siblings = [own[:query].count(parent) for query, parent in enumerate(own)]
+        rows.append([7, *(int(logits[at + own[q]].argsort(descending=True)[siblings[q]]) for q in range(1, len(own)))])
+        at += len(own)
+    return rows
+
+
 def same(found: VerifyOutput, expected: VerifyOutput, asked: list[int | None]) -> None:
     assert found.ids.tolist() == expected.ids.tolist()
     assert found.count.tolist() == expected.count.tolist()
@@ -123,11 +139,13 @@ def same(found: VerifyOutput, expected: VerifyOutput, asked: list[int | None]) -
 
 
 @here
-@pytest.mark.parametrize("verification", ["coupled", "rejection", "rejection with probs"])
+@pytest.mark.parametrize(
+    "verification", ["coupled", "rejection", "rejection with probs", "trees", "rejection of trees"]
+)
 @pytest.mark.parametrize("vocab", [80, 5000] if not INTERPRETED else [80])
 def test_as_the_torch_sampler(verification: str, vocab: int) -> None:
     """Rows of all kinds side by side with 0 to 3 drafts, some of them none (-1), and how they go on afterwards."""
-    way: Verification = "coupled" if verification == "coupled" else "rejection"
+    way: Verification = "rejection" if "rejection" in verification else "coupled"
     accepted = refused = 0
     for trial in range(TRIALS):
         draw = torch.Generator().manual_seed(100 * trial + vocab)
@@ -138,15 +156,18 @@ def test_as_the_torch_sampler(verification: str, vocab: int) -> None:
         sizes = torch.randint(1, 5, (len(KINDS),), generator=draw).tolist()
         sizes[trial], sizes[trial + 1] = 1, 4
         logits = torch.randn(sum(sizes), vocab, generator=draw) * 4
-        queries = likely_drafts(logits, sizes, draw)
+        trees = None
+        if "trees" in verification:
+            trees = [[-1, *(int(torch.randint(query, (), generator=draw)) for query in range(1, n))] for n in sizes]
+        queries = likely_drafts(logits, sizes, draw) if trees is None else likely_trees(logits, trees)
         queries[trial + 1][3] = -1
         probs = None
         if verification == "rejection with probs":
             probs = (logits.roll(1, 0) * 0.8 + torch.randn(logits.shape, generator=draw)).softmax(-1)
         order = torch.randperm(len(KINDS), generator=draw).tolist()
-        rows = verify_rows(order, queries, "cpu", probs)
+        rows = verify_rows(order, queries, "cpu", probs, trees)
         expected = right.verify(logits, rows)
-        found = fused.verify(logits.to(DEVICE), verify_rows(order, queries, DEVICE, probs))
+        found = fused.verify(logits.to(DEVICE), verify_rows(order, queries, DEVICE, probs, trees))
         same(found, expected, [openings[slot].sampling.logprobs for slot in order])
         accepted += int((expected.count - 1).sum())
         refused += int((expected.count < torch.tensor(sizes)).sum())
@@ -324,7 +345,7 @@ def test_what_does_not_fit_is_named() -> None:
     rows = verify_rows([0], [[1, 2]], "cpu")
     changed = msgspec.structs.replace
     cases = [
-        (coupled, 2, changed(rows, parents=torch.tensor([-1, 0])), "chains of drafts, not trees"),
+        (rejecting, 2, changed(rows, parents=torch.tensor([-1, 0]), probs=torch.zeros(2, 9)), "exclude each other"),
         (coupled, 2, changed(rows, probs=torch.ones(2, 9)), "takes no draft distributions"),
         (rejecting, 2, changed(rows, probs=torch.ones(2, 8)), r"probs are \(2, 8\), logits \(2, 9\)"),
         (coupled, 3, rows, "3 rows of logits for 2 queries"),

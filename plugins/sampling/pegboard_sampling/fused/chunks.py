@@ -1,9 +1,11 @@
 """The pass over the logits: each program reads a chunk of a row once and leaves what the choice needs of it.
 
 Bytes: the logits, and 4 for each group of 128 of them. Limit: the memory's bandwidth; for rows that only add noise the
-arithmetic of the noise."""
+arithmetic of the noise; for top-p alone, which asks of each token how far below the best it is, that arithmetic too."""
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -13,6 +15,13 @@ from . import values as v
 
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
+#: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest. What they weigh there is
+#: exp(-depth), and the logits told are lower than what that rounds to.
+_DEPTHS = tl.constexpr((3.5, 5.5, 7.5))
+_LEAST_WEIGHTS = tl.constexpr(tuple(math.exp(-depth) for depth in _DEPTHS.value))
+_SLACK = tl.constexpr(1e-3)
+#: Columns of a profile: all tokens, then those of each depth.
+COLUMNS = tl.constexpr(4)
 
 
 @triton.jit
@@ -22,6 +31,36 @@ def _relative(x, peak, temperature):
         x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
         peak = 0.0
     return (x - peak) * v.inverse(temperature)
+
+
+@triton.jit
+def _weights(x, peak, temperature, FAST: tl.constexpr):
+    """exp(v.score) for sums."""
+    if (peak == float("inf")) | (peak == float("-inf")):
+        x = tl.where((x == peak) & (x > 0), 0.0, float("-inf"))
+        peak = 0.0
+    return v.exp_of_product(x - peak, v.inverse(temperature), FAST)
+
+
+@triton.jit
+def _sums_of_threads(x, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
+    """[THREADS]: what each thread adds up of a tile that they read in turns, ADJACENT tokens each."""
+    turns = tl.reshape(x, [x.numel // (THREADS * ADJACENT), THREADS, ADJACENT])
+    return tl.sum(tl.sum(turns, 2), 0)
+
+
+@triton.jit
+def _profile(weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
+    """Float32 [COLUMNS], twice: logits, and what the tokens weigh that reach them. The first are all tokens."""
+    column = tl.arange(0, COLUMNS)
+    limits = tl.full([COLUMNS], float("-inf"), tl.float32)
+    # Threads meet only once, for all columns
+    masses = tl.where((column == 0)[:, None], _sums_of_threads(weights, THREADS, ADJACENT)[None, :], 0.0)
+    for at in tl.static_range(1, COLUMNS):
+        limits = tl.where(column == at, greatest - temperature * (_DEPTHS[at - 1] + _SLACK), limits)
+        heavy = _sums_of_threads(weights * (weights >= _LEAST_WEIGHTS[at - 1]).to(tl.float32), THREADS, ADJACENT)
+        masses = tl.where((column == at)[:, None], heavy[None, :], masses)
+    return limits, tl.sum(masses, 1)
 
 
 @triton.jit(do_not_specialize=["groups", "chunks"])
@@ -40,6 +79,7 @@ def read_chunks(
     statistics,
     chunk_ids,
     counts,
+    profiles,
     stride,
     vocab,
     groups,
@@ -50,11 +90,14 @@ def read_chunks(
     ADDS_NOISE: tl.constexpr,
     KEEPS_GROUPS: tl.constexpr,
     SUMS: tl.constexpr,
+    PROFILES: tl.constexpr,
     REJECTS: tl.constexpr,
     RAW: tl.constexpr,
     FAST: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
-    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N, 2] become 0."""
+    """maxima [N, groups], statistics [N, STATISTICS, chunks], chunk_ids [N, IDS, chunks]; counts [N] become 0. For
+    top-p alone profiles [N, chunks, 2, COLUMNS]."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     kind = v.integer(integers, slot, v.KIND)
@@ -75,15 +118,27 @@ def read_chunks(
     if KEEPS_GROUPS:
         tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
         if chunk == 0:
-            tl.store(counts + row * 2, 0)
-            tl.store(counts + row * 2 + 1, 0)
+            tl.store(counts + row, 0)
     if SUMS:
         sums = (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0)
         if REJECTS:
             sums |= kind == v.NOISE
         if sums:
-            scores = v.score(x, greatest, v.temperature_of(floats, integers, slot))
-            tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(v.exp(scores, FAST)), 0))
+            temperature = v.temperature_of(floats, integers, slot)
+            weights = _weights(x, greatest, temperature, FAST)
+            profiled = False
+            if PROFILES:
+                profiled = v.alone(floats, integers, slot)
+                if profiled:
+                    adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+                    limits, masses = _profile(weights, greatest, temperature, THREADS, adjacent)
+                    column = tl.arange(0, COLUMNS)
+                    profile = profiles + (row * chunks + chunk) * 2 * COLUMNS + column
+                    tl.store(profile, limits)
+                    tl.store(profile + COLUMNS, masses)
+                    tl.store(at + v.SUM * chunks, tl.sum(tl.where(column == 0, masses, 0.0), 0))
+            if not profiled:
+                tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(weights), 0))
     if ADDS_NOISE:
         if kind == v.NOISE:
             temperature = v.temperature_of(floats, integers, slot)

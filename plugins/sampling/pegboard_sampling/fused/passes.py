@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,53 +13,32 @@ from pegboard.contracts.sampler import LogprobTensors
 from ..choice import best_first
 from . import values as v
 from .best import MOST
+from .choices import Choices
 from .choosing import choose
 from .chunks import read_chunks
-from .gathering import bracket, gather_candidates
+from .gathering import bound_candidates, gather_candidates
 from .listing import list_logprobs, spread_logprobs
+from .picking import pick
 from .rejecting import refuse_drafts, replace_refused
 from .selecting import select
 from .slots import FusedSlots, Path
-from .workspace import CHUNK_GROUPS, Workspace
+from .workspace import CHUNK_GROUPS, PART_GROUPS, TILE_GROUPS, Workspace
 
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
+#: Listed tokens that a program weighs at a time; at least one of each part.
+_PICK_BLOCK = 1024
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.
 _ALIGNED = 16
-#: Warps of a program: of a pass over the logits, of one that reads tables or lists tokens too, of one for a whole row.
+#: Warps of a program: of a pass over the logits, of one that reads tables or judges drafts too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
-
-
-class Choices(NamedTuple):
-    """[M] each, int64. With drafts the queries that choices follow, how many drafts of its row each follows, and the
-    draft that it judges, -1 for none; what those were drawn from stands in `probs` [M, V], one row later."""
-
-    logits: Tensor
-    slots: Tensor
-    positions: Tensor
-    queries: Tensor | None = None
-    places: Tensor | None = None
-    drafts: Tensor | None = None
-    probs: Tensor | None = None
-
-    def parts(self, most: int) -> Iterator[tuple[slice, Choices]]:
-        for start in range(0, self.logits.shape[0], most):
-            part = slice(start, start + most)
-            yield (
-                part,
-                Choices(
-                    logits=self.logits[part],
-                    slots=self.slots[part],
-                    positions=self.positions[part],
-                    # What comes before or after may lie in another part
-                    queries=None if self.queries is None else self.queries[start:],
-                    places=None if self.places is None else self.places[part],
-                    drafts=None if self.drafts is None else self.drafts[part],
-                    probs=None if self.probs is None else self.probs[start:],
-                ),
-            )
+#: Where the choice may be among many: of the pass over the logits, of what bounds, lists and picks.
+_PROFILE_WARPS = 4
+_BOUND_WARPS = 4
+_LIST_WARPS = 4
+_PICK_WARPS = 16
 
 
 class Passes:
@@ -72,7 +50,7 @@ class Passes:
         self._workspace = Workspace(rows, rows, vocab_size, slots.device)
 
     def run(self, choices: Choices, path: Path, ids: Tensor) -> LogprobTensors | None:
-        """Fills ids [M]. Choices without drafts are counted."""
+        """Fills ids [M]. Choices that follow no drafts are counted."""
         count = choices.logits.shape[0]
         # There may be as many candidates as tokens: of so much memory there is one share a slot
         most = min(count, self._most if path.wide else _MOST_ROWS)
@@ -108,7 +86,9 @@ class Passes:
         )
 
     def _adjustments(self, choices: Choices, path: Path) -> dict[str, Any]:
-        words = v.NO_WORDS if not path.words else v.SLOT_WORDS if choices.places is None else v.DRAFT_WORDS
+        words = v.NO_WORDS
+        if path.words:
+            words = v.SLOT_WORDS if choices.places is None else v.TREE_WORDS if choices.trees else v.DRAFT_WORDS
         return {"WORDS": words.value, "BIASES": path.biases}
 
     def _tells(self, choices: Choices, path: Path) -> bool:
@@ -126,6 +106,7 @@ class Passes:
     def _read(self, choices: Choices, path: Path) -> None:
         work, logits = self._workspace, choices.logits
         rejects = self._rejects and choices.drafts is not None and path.noise
+        warps = _HEAVY_READ_WARPS if path.words else _PROFILE_WARPS if path.wide else _READ_WARPS
         read_chunks[(work.chunks, logits.shape[0])](
             logits,
             choices.slots,
@@ -136,6 +117,7 @@ class Passes:
             work.statistics,
             work.chunk_ids,
             work.counts,
+            work.profiles,
             logits.stride(0),
             self._vocab_size,
             work.groups,
@@ -145,55 +127,86 @@ class Passes:
             ADDS_NOISE=path.noise,
             KEEPS_GROUPS=path.few or path.wide or path.processed,
             SUMS=path.wide or path.processed or rejects,
+            PROFILES=path.wide,
             REJECTS=rejects,
             RAW=path.raw,
             FAST=self._fast,
-            num_warps=_HEAVY_READ_WARPS if path.words else _READ_WARPS,
+            THREADS=32 * warps,
+            num_warps=warps,
         )
 
     def _select(self, choices: Choices, path: Path, ids: Tensor) -> None:
         work, logits, state = self._workspace, choices.logits, self._state(choices, path)
-        count, listed, adjustments = logits.shape[0], work.listed, self._adjustments(choices, path)
-        bracket[(work.chunks, count)](
-            logits,
+        count, listed, sizes = logits.shape[0], work.listed, self._row_sizes
+        picks = not path.ranked and not self._tells(choices, path)
+        bound_candidates[(count,)](
             choices.slots,
-            *state,
+            *state[:2],
             work.maxima,
             work.statistics,
-            work.counts,
             work.profiles,
-            work.brackets,
-            logits.stride(0),
+            work.bounds,
             self._vocab_size,
             work.groups,
             work.chunks,
-            CHUNK_GROUPS=CHUNK_GROUPS,
-            **self._row_sizes,
-            **adjustments,
-            FAST=self._fast,
-            num_warps=_READ_WARPS,
+            **sizes,
+            num_warps=_BOUND_WARPS if path.ranked else 1,
         )
-        gather_candidates[(work.chunks, count)](
+        gather_candidates[(work.parts, count)](
             logits,
             choices.slots,
+            choices.positions,
             *state,
+            work.maxima,
             work.counts,
-            work.brackets,
+            work.bounds,
+            work.part_counts,
+            work.reached,
+            work.best_keys,
             listed,
+            work.noises,
             logits.stride(0),
             self._vocab_size,
+            work.groups,
+            work.parts,
             listed.shape[2],
-            CHUNK_GROUPS=CHUNK_GROUPS,
-            **adjustments,
-            num_warps=_HEAVY_READ_WARPS,
+            TILE_GROUPS=TILE_GROUPS,
+            TILES=PART_GROUPS // TILE_GROUPS,
+            **self._adjustments(choices, path),
+            CHOOSES=picks,
+            FAST=self._fast,
+            THREADS=32 * _LIST_WARPS,
+            num_warps=_LIST_WARPS,
         )
+        if picks:
+            wide = triton.next_power_of_2(work.parts)
+            pick[(count,)](
+                choices.slots,
+                *state[:2],
+                work.statistics,
+                work.part_counts,
+                work.reached,
+                work.best_keys,
+                listed,
+                work.noises,
+                ids,
+                work.chunks,
+                work.parts,
+                listed.shape[2],
+                PART_GROUPS * v.GROUP.value,
+                CHUNKS=sizes["CHUNKS"],
+                PARTS=wide,
+                WIDTH=max(1, _PICK_BLOCK // wide),
+                num_warps=_PICK_WARPS,
+            )
+            return
         select[(count,)](
             choices.slots,
             choices.positions,
             *state[:2],
             work.statistics,
             work.counts,
-            work.brackets,
+            work.bounds,
             listed,
             ids,
             work.support,
@@ -201,7 +214,7 @@ class Passes:
             self._vocab_size,
             work.chunks,
             listed.shape[2],
-            CHUNKS=self._row_sizes["CHUNKS"],
+            CHUNKS=sizes["CHUNKS"],
             TELLS=self._tells(choices, path),
             FAST=self._fast,
             BLOCK=_SELECT_BLOCK,
@@ -232,7 +245,7 @@ class Passes:
             ADDS_NOISE=path.noise,
             FEW=path.few,
             TELLS=self._tells(choices, path),
-            COUNTS=not path.processed and choices.drafts is None,
+            COUNTS=not path.processed and choices.places is None,
             FAST=self._fast,
             num_warps=_ROW_WARPS if path.few else 1,
         )
@@ -323,7 +336,7 @@ class Passes:
             listed,
             **self._row_sizes,
             **modes,
-            COUNTS=path.processed and choices.drafts is None,
+            COUNTS=path.processed and choices.places is None,
             num_warps=_ROW_WARPS,
         )
         return LogprobTensors(chosen=chosen, top_ids=top_ids, top_values=top_values)

@@ -24,7 +24,8 @@ from pegboard.errors import PegboardError
 from .. import logprobs
 from ..options import FusedSamplerOptions
 from . import values as v
-from .passes import Choices, Passes
+from .choices import Choices
+from .passes import Passes
 from .slots import STOPS, FusedSlots, Path
 from .verifying import keep_drafts, lay_out_choices
 
@@ -41,8 +42,9 @@ class FusedSampler(Sampler):
     Adjustments, scores and noise are float32; weights are summed in integers, so neither place nor neighbours change
     a bit. Same tokens as every sampler for the same seed, but where two perturbed scores are within 1e-4.
 
-    Drafts are verified by the same passes, one choice for each query; `verify` allocates its results alone, so it may
-    be recorded as `sample` may. With `rejection` what is refused costs another pass over its logits.
+    Drafts, in chains or trees, are verified by the same passes, one choice for each query; `verify` allocates its
+    results alone, so it may be recorded as `sample` may. With `rejection` what is refused costs another pass over its
+    logits.
 
     A NaN among a row's logits gives id -1, no token above -inf -2. A +inf logit wins; several share the mass.
 
@@ -71,8 +73,6 @@ class FusedSampler(Sampler):
             reasons.append(f"computes in float32: takes logits in {', '.join(_DTYPES)}, not in {need.dtype}")
         if need.vocab_size > _MOST_TOKENS:
             reasons.append(f"takes vocabularies of at most {_MOST_TOKENS} tokens, not {need.vocab_size}")
-        if need.trees:
-            reasons.append("verifies chains of drafts, not trees")
         return reasons
 
     @classmethod
@@ -108,9 +108,10 @@ class FusedSampler(Sampler):
         return SampleOutput(ids=ids, logprobs=self._passes.run(choices, path, ids))
 
     def verify(self, logits: Tensor, rows: VerifyRows) -> VerifyOutput:
-        """`coupled` verification of chains: a draft is kept iff it is what the target itself chooses there, with the
+        """`coupled` verification: a draft is kept iff it is what the target itself chooses there, with the
         noise of that position and penalties that count the drafts before it; `rejection` (Leviathan et al. 2023) for
-        rows with noise, when the options say so, where a speculator that gives no probs drew its drafts for sure.
+        rows with noise, when the options say so, where a speculator that gives no probs drew its drafts for sure; not
+        for trees (see `torch`).
         Log-probabilities are [N, 1 + k] (and [N, 1 + k, m]), meaningful for the kept tokens. Slots beyond host_slots
         are idle."""
         self._check(logits)
@@ -121,30 +122,44 @@ class FusedSampler(Sampler):
         if not count:
             return VerifyOutput(ids=ids, count=kept, path=path)
         way = rows.key if isinstance(rows.key, Path) else self._slots.path(rows.host_slots)
+        trees, parents = rows.parents is not None, rows.ids if rows.parents is None else rows.parents
         # Each at an aligned address, which kernels are compiled for
-        slots, positions, places, drafts, chosen = (
+        slots, positions, places, laid_out, chosen = (
             torch.empty(logits.shape[0], dtype=torch.int64, device=device) for _ in range(5)
         )
         lay_out_choices[(logits.shape[0],)](
             rows.query_start,
             rows.ids,
+            parents,
             rows.slots,
             rows.positions,
             slots,
             positions,
             places,
-            drafts,
+            laid_out,
+            laid_out,
             count,
             ROWS=triton.next_power_of_2(count),
+            TREES=trees,
             num_warps=1,
         )
-        probs = None if rows.probs is None else _dense(rows.probs)
-        choices = Choices(_dense(logits), slots, positions, rows.ids, places, drafts, probs)
+        choices = Choices(
+            logits=_dense(logits),
+            slots=slots,
+            positions=positions,
+            queries=laid_out if trees else rows.ids,
+            places=places,
+            drafts=None if trees else laid_out,
+            probs=None if rows.probs is None else _dense(rows.probs),
+            trees=trees,
+        )
         found = self._passes.run(choices, way, chosen)
         words = self._slots.words if way.words else None
         keep_drafts[(count,)](
             chosen,
-            drafts,
+            laid_out,
+            rows.ids,
+            parents,
             rows.query_start,
             rows.slots,
             rows.positions,
@@ -159,13 +174,14 @@ class FusedSampler(Sampler):
             BLOCK=triton.next_power_of_2(width),
             STOPS=STOPS,
             WORDS=(v.NO_WORDS if words is None else v.SLOT_WORDS).value,
+            TREES=trees,
             num_warps=1,
         )
         return VerifyOutput(
             ids=ids,
             count=kept,
             path=path,
-            logprobs=None if found is None else _spread(found, rows.query_start, width),
+            logprobs=None if found is None else _spread(found, rows.query_start, path),
         )
 
     def score(self, logits: Tensor, targets: Tensor, top: int) -> LogprobTensors:
@@ -180,8 +196,8 @@ class FusedSampler(Sampler):
 
     def _check_drafts(self, logits: Tensor, rows: VerifyRows) -> None:
         count, width = rows.slots.shape[0], 1 + self._max_drafts
-        if rows.parents is not None:
-            raise PegboardError("this sampler verifies chains of drafts, not trees (VerifyRows.parents must be None)")
+        if rows.parents is not None and rows.probs is not None:
+            raise PegboardError("drafts of a tree have no distributions (parents and probs exclude each other)")
         if rows.probs is not None and not self._rejects:
             raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
         if rows.query_start.shape[0] != count + 1 or rows.positions.shape[0] != count or len(rows.host_slots) > count:
@@ -203,8 +219,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _spread(found: LogprobTensors, query_start: Tensor, width: int) -> LogprobTensors:
-    """From [T] to [N, width]; what stands beyond a row's queries is another's, or the last one's."""
-    inside = torch.arange(width, device=query_start.device)
-    at = (query_start[:-1, None] + inside).clamp_(max=found.chosen.shape[0] - 1)
+def _spread(found: LogprobTensors, query_start: Tensor, path: Tensor) -> LogprobTensors:
+    """From [T] to those of the queries path [N, W]; of what is not kept another's."""
+    at = (query_start[:-1, None] + path.clamp(min=0)).clamp_(max=found.chosen.shape[0] - 1)
     return LogprobTensors(chosen=found.chosen[at], top_ids=found.top_ids[at], top_values=found.top_values[at])

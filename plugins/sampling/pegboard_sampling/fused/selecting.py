@@ -1,4 +1,5 @@
-"""The choice of rows whose choice may be among many tokens, one program a row.
+"""Who takes part in rows whose choice may be among many tokens, and the choice: one program a row. For those that count
+tokens, and where what takes part is looked at again; otherwise `picking` needs less.
 
 `select` finds the last key that takes part among those that `gathering` listed: by weighing what lies above 16
 thresholds at once, between those that bracket the answer, while decided tokens leave the list in each round; then by
@@ -90,7 +91,7 @@ def select(
     integers,
     statistics,
     counts,
-    brackets,
+    bounds,
     listed,
     ids_out,
     support,
@@ -111,8 +112,9 @@ def select(
         _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
         open = listed + row * 2 * room
         taken = open + room
-        many = tl.load(counts + row * 2)  # undecided
-        low, high = tl.load(brackets + row * 2), tl.load(brackets + row * 2 + 1)
+        many = tl.load(counts + row)  # undecided
+        low = tl.maximum(v.ordered(tl.load(bounds + row * 2)).to(tl.int64) << 32, v.LOWEST + 1)
+        high = (v.ordered(peak).to(tl.int64) + 1) << 32
         count, top_p = v.integer(integers, slot, v.TOP_K), v.number(floats, slot, v.TOP_P)
         weighed = total.to(tl.float64) * v.UNIT
         if (count > 0) & (many > AT_ONCE):

@@ -29,6 +29,8 @@ class Path(NamedTuple):
     noise: bool = False
     few: bool = False
     wide: bool = False
+    #: Of the wide ones, those that count tokens.
+    ranked: bool = False
     words: bool = False
     biases: bool = False
     #: The most log-probabilities that a slot asks for; None: no slot does.
@@ -42,6 +44,7 @@ class Path(NamedTuple):
             noise=self.noise or other.noise,
             few=self.few or other.few,
             wide=self.wide or other.wide,
+            ranked=self.ranked or other.ranked,
             words=self.words or other.words,
             biases=self.biases or other.biases,
             logprobs=max(asked) if asked else None,
@@ -118,6 +121,7 @@ class FusedSlots:
             noise=kind.value == v.NOISE.value,
             few=kind.value == v.FEW.value,
             wide=kind.value == v.WIDE.value,
+            ranked=kind.value == v.WIDE.value and sampling.top_k > 0,
             words="penalties" in features or _delays(opening) or many_stops,
             biases="bias" in features,
             logprobs=None if sampling.logprobs is None else min(sampling.logprobs, self._vocab_size),

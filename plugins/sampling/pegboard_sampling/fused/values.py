@@ -14,8 +14,9 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, FLOATS = (tl.constex
 SEED, KIND, TOP_K, FLAGS, MIN_TOKENS, CHOSEN, LOGPROBS, MAX_LENGTH, INTEGERS = (tl.constexpr(i) for i in range(9))
 #: How a row chooses.
 GREEDY, NOISE, FEW, WIDE = (tl.constexpr(i) for i in range(4))
-#: What WORDS says: whether a choice reads the slot's words, and whether it counts the drafts before it.
-NO_WORDS, SLOT_WORDS, DRAFT_WORDS = (tl.constexpr(i) for i in range(3))
+#: What WORDS says: whether a choice reads the slot's words, and whether it counts the drafts before it, of a chain or a
+#: tree.
+NO_WORDS, SLOT_WORDS, DRAFT_WORDS, TREE_WORDS = (tl.constexpr(i) for i in range(4))
 #: Bits of FLAGS.
 PENALTIES, BIAS, PROCESSED, MANY_STOPS = (tl.constexpr(1 << i) for i in range(4))
 #: Bits of a token's word; above them how often it was chosen.
@@ -48,6 +49,13 @@ def temperature_of(floats, integers, slot):
 
 
 @triton.jit
+def alone(floats, integers, slot):
+    """Whether the slot has top-p without top-k."""
+    no_count = (integer(integers, slot, KIND) == WIDE) & (integer(integers, slot, TOP_K) == 0)
+    return no_count & (number(floats, slot, TOP_P) < 1)
+
+
+@triton.jit
 def adjusted(
     x,
     ids,
@@ -65,11 +73,12 @@ def adjusted(
     BIASES: tl.constexpr,
 ):
     """Logits x of a row after penalties, bias and the mask of min_tokens; `real` where there is a token. Float32.
-    The choice follows queries[row], and places[row] drafts in all, which are not counted among the words yet."""
+    The choice follows queries[row], and places[row] drafts in all, which are not counted among the words yet. In a tree
+    each of `queries` has above its 32 bits of id how far before it its parent stands."""
     flags = integer(integers, slot, FLAGS)
     if WORDS:
         chosen = integer(integers, slot, CHOSEN)
-        if WORDS == DRAFT_WORDS:
+        if WORDS >= DRAFT_WORDS:
             chosen += tl.load(places + row)
         early = chosen < integer(integers, slot, MIN_TOKENS)
         penalised = (flags & PENALTIES) != 0
@@ -78,6 +87,12 @@ def adjusted(
             if WORDS == DRAFT_WORDS:
                 for back in range(tl.load(places + row).to(tl.int32)):
                     word += tl.where(tl.load(queries + row - back).to(tl.int32) == ids, CHOSEN_ONCE, 0)
+            if WORDS == TREE_WORDS:
+                query = queries + row
+                for _ in range(tl.load(places + row).to(tl.int32)):
+                    entry = tl.load(query)
+                    word += tl.where(entry.to(tl.int32) == ids, CHOSEN_ONCE, 0)
+                    query -= entry >> 32
             count = word >> COUNT_SHIFT
             repetition = number(floats, slot, REPETITION).to(tl.float32)
             presence = number(floats, slot, PRESENCE).to(tl.float32)
@@ -108,18 +123,25 @@ def score(x, peak, temperature):
 @triton.jit
 def exp(x, FAST: tl.constexpr):
     """exp for sums. FAST: by the device's own instruction alone, which takes what is below 2**-126 for 0."""
+    return exp_of_product(x, 1.0, FAST)
+
+
+@triton.jit
+def exp_of_product(x, factor, FAST: tl.constexpr):
+    """exp(x * factor) for a scalar factor, as `exp`."""
     if FAST:
+        exponent = x * tl.minimum(factor * _LOG2E, 3e38)
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _LOG2E], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.exp(x)
+        return tl.exp(x * factor)
 
 
 @triton.jit
 def ordered(x):
     """int32 bits that compare as the floats do."""
-    x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
+    x += 0.0  # -0.0 equals 0.0
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -144,6 +166,13 @@ def id_of(key):
 def weight(scores):
     """exp(score) in units of 2**-40, int64."""
     return (tl.exp(scores) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def foremost(noisy_keys, keys):
+    """Of keys of perturbed scores the first, and the one of the other keys beside it; 1-dimensional or a tile."""
+    best = tl.max(tl.ravel(noisy_keys), 0)
+    return best, tl.max(tl.ravel(tl.where(noisy_keys == best, keys, LOWEST)), 0)
 
 
 @triton.jit

@@ -37,7 +37,6 @@ def oracle(path: Path, new: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.supports("On a GPU", "greedy ids of transformers, host up to two steps behind")
-@pytest.mark.supports("Devices", "NVIDIA GPU, the torch parts, run ahead of the host")
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_greedy_ids_in_float64(path: Path, make_engine: Callable[..., Any], ahead: int) -> None:
     engine = make_engine(path, device="cuda", dtype="float64", run_ahead=ahead, max_rows=4, kv_memory="64MiB")

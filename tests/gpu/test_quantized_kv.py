@@ -17,7 +17,6 @@ PROMPTS = [list(range(3, 83)), [1, 17, 42, 200, 3, 99, 99, 140, 7, 56, 23], [9] 
 
 
 @pytest.mark.supports("On a GPU", "INT8 and FP8 K/V caches")
-@pytest.mark.supports("Devices", "NVIDIA GPU, INT8 and FP8 K/V caches")
 @pytest.mark.parametrize("kv", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("page_size", ["auto", 16])

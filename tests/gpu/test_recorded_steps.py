@@ -64,7 +64,6 @@ def graphs_of(engine: Any) -> int:
 
 
 @pytest.mark.supports("On a GPU", "steps as CUDA graphs, the bits of kernels launched one by one")
-@pytest.mark.supports("Devices", "NVIDIA GPU, steps recorded as CUDA graphs")
 def test_the_same_bits_as_kernel_by_kernel(path: Path, make_engine: Callable[..., Any]) -> None:
     """One request after another, so that batches are alike; the second turn is all replays."""
     found = []

@@ -15,7 +15,7 @@ from pegboard.tuning import tune
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.supports("Quantization", "tables of kernels measured on the device at hand (pegboard tune)")
+@pytest.mark.supports("On a GPU", "tables of kernels measured on the device at hand (pegboard tune)")
 def test_a_table_is_measured_and_taken(make_engine: Callable[..., Any], tiny_path: Path, tmp_path: Path) -> None:
     """Two engines with it give the same tokens and the same log-probabilities, bit for bit."""
     options = {"group": 32, "skip": []}

@@ -22,7 +22,7 @@ def chosen(engine: Any) -> dict[str, str]:
     return {where: part.name for where, part in engine.plan.parts.items()}
 
 
-@pytest.mark.supports("On a GPU", "FlashDecoding and fused ops in Triton: greedy ids of the torch parts")
+@pytest.mark.supports("On a GPU", "FlashDecoding and fused ops in Triton: greedy ids of transformers")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_greedy_ids_in_float32(

@@ -13,6 +13,7 @@ import yaml
 from ..config import check_config, config_schema, load_config
 from ..errors import ConfigError
 from ..registry.registry import Registry
+from .engine_options import ModelOption, read_options
 from .output import AsJson, emit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Check and show configs, and their schema.")
@@ -39,11 +40,16 @@ def show(file: File, overrides: Overrides = None, as_json: AsJson = False) -> No
 
 
 @app.command()
-def plan(file: File, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def plan(
+    file: Annotated[Path | None, typer.Argument(help="A TOML, YAML or JSON file.")] = None,
+    model: ModelOption = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
     """The parts that an engine of this config would have and the memory that it needs. Loads no weights."""
     from ..assembly import plan_engine
 
-    made = plan_engine(config=load_config(file, overrides or ()))
+    made = plan_engine(config=read_options(model, file, overrides))
     parts = [f"{where}: {part.name}" for where, part in made.parts.items()]
     facts = [
         f"device: {made.device.type} ({made.device.name}), {made.dtype}",

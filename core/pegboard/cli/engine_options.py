@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ..config import EngineConfig
     from ..engine import Engine
 
 ModelOption = Annotated[
@@ -26,6 +27,17 @@ TopK = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0: all
 TopP = Annotated[float, typer.Option(help="Keep the smallest set whose probability reaches p.")]
 MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this share of the best one.")]
 Seed = Annotated[int | None, typer.Option(help="Makes the text reproducible.")]
+
+
+def read_options(model: str | None, config: Path | None, overrides: list[str] | None) -> EngineConfig:
+    """The config of the file, if there is one, for this model, if it is named here."""
+    from ..config import load_config
+    from ..config_sources import read_config
+
+    values: dict[str, Any] = {} if config is None else dict(read_config(config))
+    if model is not None:
+        values["model"] = model
+    return load_config(values, overrides or ())
 
 
 @contextmanager
@@ -53,13 +65,9 @@ def make_engine(
 ) -> Engine:
     """The same, for the caller to close. `processors` are logits processors beside those of the config."""
     from ..config import load_config
-    from ..config_sources import read_config
     from ..engine import Engine
 
-    values: dict[str, Any] = {} if config is None else dict(read_config(config))
-    if model is not None:
-        values["model"] = model
-    loaded = load_config(values, overrides or ())
+    loaded = read_options(model, config, overrides)
     listed = {choice.use for choice in loaded.logits_processors}
     more = [{"use": name} for name in processors if name not in listed]
     if more:

@@ -21,7 +21,11 @@ from ..registry.registry import Registry
 from ..registry.report import broken_text, decisions_data, decisions_text, parts_data, parts_text
 from ..registry.resolution import resolve_static
 from ..scaffold import TEMPLATE_ROLES, new_plugin
+from .engine_options import ModelOption, SetOption
 from .output import AsJson, emit
+
+#: Stands for a model where none is named.
+_NONE = "(none)"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, explain, check, lock and start plugins.")
 
@@ -36,7 +40,9 @@ def list_parts(as_json: AsJson = False) -> None:
 @app.command()
 def explain(
     config: Annotated[Path | None, typer.Argument(help="A config file; without one, the defaults.")] = None,
+    model: ModelOption = None,
     role: Annotated[str | None, typer.Option(help="Only the choices of this role.")] = None,
+    overrides: SetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """What a config chooses for each role, and why the others lost.
@@ -45,14 +51,17 @@ def explain(
     if role is not None and role not in ROLES:
         raise PluginError(f"unknown role {role!r}{nearest(role, ROLES)}; roles: {', '.join(ROLES)}")
     registry = Registry.discover()
-    values = {} if config is None else read_config(config)
-    if "model" in values:
+    values = {} if config is None else dict(read_config(config))
+    if model is not None:
+        values["model"] = model
+    asked = load_config({"model": _NONE, **values}, overrides or ())
+    if asked.model != _NONE:
         from ..assembly import explain as explain_model
 
-        decisions = list(explain_model(load_config(values), registry))
+        decisions = list(explain_model(asked, registry))
         note = ""
     else:
-        decisions = resolve_static(load_config({**values, "model": "(none)"}), registry)
+        decisions = resolve_static(asked, registry)
         note = "No model is named: decided from descriptors alone.\n\n"
     if role is not None:
         decisions = [decision for decision in decisions if decision.role == role]
@@ -96,7 +105,7 @@ def lock(
     """Write down the plugins that are installed: version, digest and contracts of each distribution.
 
     A config that names the file in `plugins.lock` is refused when anything about them has changed."""
-    values = None if config is None else load_config({"model": "(none)", **read_config(config)})
+    values = None if config is None else load_config({"model": _NONE, **read_config(config)})
     made = make_lock(Registry.discover(), values)
     try:
         out.write_text(lock_text(made), encoding="utf-8")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 
-from .engine_options import ConfigOption, ModelOption, SetOption
+from .engine_options import ConfigOption, ModelOption, SetOption, read_options
 from .output import AsJson, emit
 
 
@@ -25,14 +25,10 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure the ways in which the quantizer's kernels can run for a model's shapes, and write down the fastest."""
-    from ..config import load_config
-    from ..config_sources import read_config
     from ..tuning import tune as run
 
-    values: dict[str, Any] = {} if config is None else dict(read_config(config))
-    if model is not None:
-        values["model"] = model
-    report = run(load_config(values, overrides or ()), out, rows=rows, say=lambda line: print(line, file=sys.stderr))
+    asked = read_options(model, config, overrides)
+    report = run(asked, out, rows=rows, say=lambda line: print(line, file=sys.stderr))
     pairs = [(one.microseconds, one.microseconds_before) for one in report.found if one.microseconds_before is not None]
     gained = sum(before for _, before in pairs) / sum(now for now, _ in pairs) - 1 if pairs else 0.0
     line = f"{len(report.found)} products of {report.quantizer} on {report.device}, {gained:.1%} faster in all: {out}"

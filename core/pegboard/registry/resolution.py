@@ -74,7 +74,7 @@ def resolve(
         key=key,
         winner=winner,
         candidates=candidates,
-        reasons=() if winner is not None else _explain(registry, role, where, choice.use, candidates),
+        reasons=() if winner is not None else _explain(registry, role, where, choice.use, candidates, key),
     )
 
 
@@ -161,14 +161,24 @@ def _named(registry: Registry, role: str, name: str, judge: Judge, allow: Sequen
     return (judge.candidate(entry, verdict, reasons), *others)
 
 
-def _explain(registry: Registry, role: str, where: str, asked: str, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Why nobody won: each named or examined candidate's reasons, under the field's path."""
+def _explain(
+    registry: Registry, role: str, where: str, asked: str, candidates: Sequence[Candidate], key: str | None
+) -> tuple[str, ...]:
+    """Why nobody won: each named or examined candidate's reasons, under the field's path. Candidates for other keys
+    say only what there is."""
     if asked != "auto":
         reasons = [reason for candidate in candidates if candidate.name == asked for reason in candidate.reasons]
         return tuple(dict.fromkeys(_at(where, asked, reason) for reason in reasons))
-    found = [_at(where, candidate.name, reason) for candidate in candidates for reason in candidate.reasons]
+    found = []
     if not candidates:
         found = [f"{where}: no plugin offers a part for the role {role}; install a distribution that does"]
+    elif key is not None:
+        keys = {entry.part.name: entry.part.matches for entry in registry.parts(role)}
+        candidates = [candidate for candidate in candidates if key in keys.get(candidate.name, ())]
+        if not candidates:
+            known = sorted({match for matches in keys.values() for match in matches})
+            found = [f"{where}: no part here recognises {key}; recognised are {', '.join(known) or 'none'}"]
+    found += [_at(where, candidate.name, reason) for candidate in candidates for reason in candidate.reasons]
     found += [
         f"{where}: {plugin.source} is broken: {plugin.reason}"
         for plugin in registry.broken

@@ -129,6 +129,16 @@ def test_explain_says_what_is_not_allowed(site: Path, tmp_path: Path) -> None:
     assert named["decisions"][0]["winner"] == "half"
 
 
+def test_a_model_without_a_config(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["-m", str(tiny_path), "--set", "device=cpu", "--set", "scheduler=static", "--json"]
+    assert main(["plugins", "explain", "--role", "scheduler", *given]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert not explained["static"]
+    assert [decision["winner"] for decision in explained["decisions"]] == ["static"]
+    assert main(["config", "plan", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["parts"]["scheduler"]["name"] == "static"
+
+
 def test_explain_of_a_model_that_is_missing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "c.toml"
     config.write_text(f'model = "{tmp_path / "missing.gguf"}"\n')

@@ -273,3 +273,16 @@ def test_decisions_go_through_json_and_text() -> None:
     text = decisions_text([decision])
     for word in ("cache: b", "refused", "too small", "chosen", "score -1"):
         assert word in text
+
+
+def test_what_is_made_for_other_keys_says_only_what_there_is() -> None:
+    entries = [
+        entry("a", matches=("awq", "none")),
+        entry("b", matches=("gptq",), devices=("cuda",)),
+        entry("c", matches=("none",), factory=factory(["no"])),
+        entry("d", matches=("none",), factory=factory(["no, too"])),
+    ]
+    assert decide(entries, key="fp8").reasons_text() == (
+        "cache: no part here recognises fp8; recognised are awq, gptq, none"
+    )
+    assert decide(entries[1:], key="none").reasons_text() == "cache = 'c': no\ncache = 'd': no, too"

@@ -115,7 +115,7 @@ def check_request(request: Request) -> None:
     """InvalidRequest for fields of a wrong type, beside the prompt and the sampling parameters."""
     wrong: list[str] = []
     if not isinstance(request.sampling, SamplingParams):
-        wrong.append(f"sampling is {request.sampling!r}, must be SamplingParams")
+        wrong.append(f"sampling is {request.sampling!r:.100}, must be SamplingParams; a Request carries its own")
     if not _is_whole(request.priority):
         wrong.append(f"priority is {request.priority!r}, must be a whole number")
     timeout = request.timeout
@@ -219,6 +219,8 @@ def check_prompt_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
         raise InvalidRequest(f"the prompt is {ids!r:.100}, must be a text or a list of token ids")
     if len(ids) == 0:
         raise InvalidRequest("the prompt is empty: give at least one token (a BOS token, for a model that has one)")
+    if isinstance(ids[0], str | Request):
+        raise InvalidRequest("one prompt is expected here, a text or a list of token ids; `Engine.generate` takes many")
     wrong = _ids("the prompt", ids, vocab_size)
     if wrong:
         raise InvalidRequest(wrong[0])

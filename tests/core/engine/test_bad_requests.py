@@ -654,3 +654,9 @@ def test_who_stops_waiting_for_many_leaves_nothing_behind(engine: Engine, monkey
     while engine.stats().running + engine.stats().waiting and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("many", [["a", "b"], [Request(prompt="a")], [Request(prompt=PROMPT)] * 2])
+def test_many_where_one_is_expected(engine: Engine, many: Any) -> None:
+    with pytest.raises(InvalidRequest, match="one prompt is expected here"):
+        engine.submit(many)

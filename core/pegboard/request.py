@@ -220,7 +220,10 @@ def check_prompt_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
     if len(ids) == 0:
         raise InvalidRequest("the prompt is empty: give at least one token (a BOS token, for a model that has one)")
     if isinstance(ids[0], str | Request):
-        raise InvalidRequest("one prompt is expected here, a text or a list of token ids; `Engine.generate` takes many")
+        raise InvalidRequest(
+            f"one prompt is expected here, a text or a list of token ids from 0 to {vocab_size - 1}; `Engine.generate` "
+            "takes many"
+        )
     wrong = _ids("the prompt", ids, vocab_size)
     if wrong:
         raise InvalidRequest(wrong[0])

@@ -146,13 +146,13 @@ def test_keys_do_not_depend_on_what_was_compiled_before() -> None:
     """Triton's own do: without `settle_keys` the second of these is another."""
     code = """
 from pegboard.runner.compiling.worker import settle_keys
-from pegboard_sampling.fused import choosing, gathering, listing, selecting
+from pegboard_sampling.fused import choosing, gathering, picking, selecting
 seen = set()
 for function in {functions}:
     settle_keys(function, seen)
 print(choosing.choose.cache_key)
 """
-    orders = ("[choosing.choose]", "[selecting.select, gathering.bracket, choosing.count_choice, choosing.choose]")
+    orders = ("[choosing.choose]", "[selecting.select, gathering.gather_candidates, picking.pick, choosing.choose]")
     programs = [code.format(functions=functions) for functions in orders]
     first, second = (subprocess.check_output([sys.executable, "-c", program]) for program in programs)
     assert first == second

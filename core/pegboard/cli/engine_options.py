@@ -29,12 +29,16 @@ MinP = Annotated[float, typer.Option(help="Drop tokens less probable than this s
 Seed = Annotated[int | None, typer.Option(help="Makes the text reproducible.")]
 
 
-def read_options(model: str | None, config: Path | None, overrides: list[str] | None) -> EngineConfig:
-    """The config of the file, if there is one, for this model, if it is named here."""
+def read_options(
+    model: str | None, config: Path | None, overrides: list[str] | None, *, otherwise: str | None = None
+) -> EngineConfig:
+    """The config of the file, if there is one, for this model, if it is named here; `otherwise`: the model where none
+    is named anywhere."""
     from ..config import load_config
     from ..config_sources import read_config
 
-    values: dict[str, Any] = {} if config is None else dict(read_config(config))
+    values: dict[str, Any] = {} if otherwise is None else {"model": otherwise}
+    values |= {} if config is None else read_config(config)
     if model is not None:
         values["model"] = model
     return load_config(values, overrides or ())

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ..config import load_config
-from ..config_sources import read_config
 from ..contracts.part import ROLES
 from ..errors import ConfigError, PegboardError, PluginError
 from ..registry.interfaces import contract_problems
@@ -21,7 +19,7 @@ from ..registry.registry import Registry
 from ..registry.report import broken_text, decisions_data, decisions_text, parts_data, parts_text
 from ..registry.resolution import resolve_static
 from ..scaffold import TEMPLATE_ROLES, new_plugin
-from .engine_options import ModelOption, SetOption
+from .engine_options import ModelOption, SetOption, read_options
 from .output import AsJson, emit
 
 #: Stands for a model where none is named.
@@ -51,10 +49,7 @@ def explain(
     if role is not None and role not in ROLES:
         raise PluginError(f"unknown role {role!r}{nearest(role, ROLES)}; roles: {', '.join(ROLES)}")
     registry = Registry.discover()
-    values = {} if config is None else dict(read_config(config))
-    if model is not None:
-        values["model"] = model
-    asked = load_config({"model": _NONE, **values}, overrides or ())
+    asked = read_options(model, config, overrides, otherwise=_NONE)
     if asked.model != _NONE:
         from ..assembly import explain as explain_model
 
@@ -105,7 +100,7 @@ def lock(
     """Write down the plugins that are installed: version, digest and contracts of each distribution.
 
     A config that names the file in `plugins.lock` is refused when anything about them has changed."""
-    values = None if config is None else load_config({"model": _NONE, **read_config(config)})
+    values = None if config is None else read_options(None, config, None, otherwise=_NONE)
     made = make_lock(Registry.discover(), values)
     try:
         out.write_text(lock_text(made), encoding="utf-8")

@@ -148,19 +148,23 @@ def _writer(
     if not isinstance(writer, WeightWriter):
         raise ConfigError(f"quantizer {scheme!r}: writer gave {writer!r}, must be a WeightWriter")
     skipped = tuple(getattr(given, "skip", ()))
-    names = [name for spec in linears for name in (spec.name, *spec.sources)]
-    for entry in skipped:
-        if not any(f".{entry}." in f".{name}." for name in names):
+    for module in skipped:
+        if not any(_is_in(module, spec) for spec in linears):
+            names = [name for spec in linears for name in (spec.name, *spec.sources)]
             parts = {part for name in names for part in (name, *name.split("."))}
-            raise ConfigError(f"skip: this model has no linear {entry!r}{nearest(entry, parts)}")
+            raise ConfigError(f"skip: this model has no linear {module!r}{nearest(module, parts)}")
 
     def skip(spec: LinearSpec) -> bool:
         """Named, a tied head, or a router, whose choices rounding would change."""
-        whole = [f".{name}." for name in (spec.name, *spec.sources)]
         router = spec.name.endswith((".mlp.gate", ".block_sparse_moe.gate"))
-        return spec.tied or router or any(f".{entry}." in name for entry in skipped for name in whole)
+        return spec.tied or router or any(_is_in(module, spec) for module in skipped)
 
     return writer, skip
+
+
+def _is_in(module: str, spec: LinearSpec) -> bool:
+    """Whether it names the linear or a source of it, or what they are part of, by whole components."""
+    return any(f".{module}." in f".{name}." for name in (spec.name, *spec.sources))
 
 
 def _texts(survey: Survey, file: Path | None, samples: int, length: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file that whoever may read the files beside it can read: the library makes it the owner's alone."""
     from safetensors.torch import save_file
 
+    path.touch()  # as readable as the system makes new files
+    mode = path.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
+    path.chmod(mode)
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

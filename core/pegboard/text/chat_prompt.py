@@ -73,6 +73,7 @@ def _checked(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise InvalidRequest(
             f"template is {variables!r:.100}, must map names of the chat template's variables to values"
         )
-    if "messages" in variables:
-        raise InvalidRequest("template can't set messages: they are the conversation")
+    own = [name for name in ("messages", "template") if name in variables]
+    if own:
+        raise InvalidRequest(f"template can't set {' and '.join(own)}: the conversation and the model say that")
     return variables

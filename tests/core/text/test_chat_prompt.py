@@ -63,6 +63,6 @@ def test_variables_of_the_template() -> None:
     assert render_prompt(tokenizer, messages, {"thinks": "no "}) == "no True"
     assert render_prompt(tokenizer, messages, {"add_generation_prompt": False}) == "False"
     assert encode_chat(tokenizer, messages, {"thinks": "no "}) == tokenizer.encode("no True", add_special=False)
-    for wrong in ({1: 2}, "thinks", {"messages": []}):
+    for wrong in ({1: 2}, "thinks", {"messages": []}, {"template": "x"}):
         with pytest.raises(InvalidRequest, match=r"^template"):
             encode_chat(tokenizer, messages, wrong)  # type: ignore[arg-type]

@@ -69,14 +69,12 @@ def new_launcher(need: QuantizerNeed, table: Path | None = None) -> Int4Launcher
 
 def new_tuner(need: QuantizerNeed, table: Path | None, shapes: Shapes) -> Int4Tuner:
     """ConfigError: there is a `kernel_refusal`, or the table that would be taken else can't be used."""
-    refusal = kernel_refusal(need)
-    if refusal is not None:
-        raise ConfigError(f"{refusal}: nothing is there to tune")
+    launcher = new_launcher(need, table)
+    if launcher is None:
+        raise ConfigError(f"{kernel_refusal(need)}: nothing is there to tune")
     import torch
 
-    from .launching import Int4Launcher
     from .tuning import Int4Tuner
 
-    launcher = Int4Launcher(need.device.capability or (0, 0), cuts_for(need.device, table))
     processors = torch.cuda.get_device_properties(need.device.index).multi_processor_count
     return Int4Tuner(need, shapes, launcher, processors)

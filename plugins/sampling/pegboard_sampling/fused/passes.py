@@ -34,8 +34,7 @@ _MOST_ROWS = 65535
 _ALIGNED = 16
 #: Warps of a program: of a pass over the logits, of one that reads tables or judges drafts too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
-#: Where the choice may be among many: of the pass over the logits, of what bounds, lists and picks.
-_PROFILE_WARPS = 4
+#: Where the choice may be among many: of what bounds, lists and picks.
 _BOUND_WARPS = 4
 _LIST_WARPS = 4
 _PICK_WARPS = 16
@@ -106,7 +105,7 @@ class Passes:
     def _read(self, choices: Choices, path: Path) -> None:
         work, logits = self._workspace, choices.logits
         rejects = self._rejects and choices.drafts is not None and path.noise
-        warps = _HEAVY_READ_WARPS if path.words else _PROFILE_WARPS if path.wide else _READ_WARPS
+        warps = _HEAVY_READ_WARPS if path.words else _READ_WARPS
         read_chunks[(work.chunks, logits.shape[0])](
             logits,
             choices.slots,

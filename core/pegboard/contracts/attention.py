@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -87,6 +87,14 @@ class AttentionNeed(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
 
 
+class TextAttention(Protocol):
+    """Causal attention of whole texts, differentiable in q, k and v."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """q [T, H, D], k and v [T, K, D] of one dtype -> [T, H, D] in it: N texts one behind another, which begin at
+        starts [N + 1] int32, on their device, and have at most `longest` tokens each."""
+
+
 class AttentionBackend(ABC, Generic[PlanT]):
     """Mixes one layer's tokens with what they may see. Prefill and decode rows may have different backends.
 
@@ -117,6 +125,11 @@ class AttentionBackend(ABC, Generic[PlanT]):
     def layouts(cls, need: AttentionNeed, layer: AttentionLayer, options: Any) -> Sequence[KVLayout]:
         """The layouts that it reads for this layer, best first. Assembly takes the first that the prefill backend,
         the decode backend and the ops agree on."""
+
+    @classmethod
+    def differentiable(cls, device: DeviceFacts, layer: AttentionLayer) -> TextAttention | None:
+        """Such a layer's attention as training needs it, in float32 or what it rounds that to; None: it has none."""
+        return None
 
     def workspace(self) -> Sequence[TensorSpec]:
         """Tensors that the backend needs for life; the runner allocates them once and passes them to `plan`."""

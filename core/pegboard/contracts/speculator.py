@@ -6,12 +6,12 @@ Letters: R rows, k drafts, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
-from .attention import AttentionLayer, StateLayer
+from .attention import AttentionLayer, StateLayer, TextAttention
 from .device import DeviceFacts
 from .model import ModelSpec
 from .sampler import SlotOpening
@@ -167,6 +167,8 @@ class HeadTraining(msgspec.Struct, frozen=True, kw_only=True):
     #: [V, E] float32 each, on the device that trains.
     embedding: Tensor
     head: Tensor
+    #: Gives the attention of heads that have some.
+    attention: Callable[[AttentionLayer], TextAttention]
     #: Drafts a row that they are to give.
     drafts: int
     seed: int

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from ..assembly import assemble
 from ..config import load_config
 from ..contracts.sampler import SamplingParams
 from ..contracts.speculator import HeadText, HeadTrainer, HeadTraining, Speculator
@@ -24,6 +25,7 @@ from ..quantizing.folder import refuse_used, write_tensors
 from ..registry.registry import Registry
 from ..request import Request
 from ..survey import Survey, read_tokenizer
+from .attention import text_attention
 from .collecting import NAME, Collected, collecting_plugin
 from .prompts import built_in, encode, read_lines, read_pieces
 from .records import Acceptance, HeadsReport, HeadsSettings
@@ -63,7 +65,8 @@ def train_heads(
         raise ConfigError("prompts and text are two ways to say what is learnt from: name one of them")
     registry = Registry.discover()
     speculator = _speculator(registry, kind)
-    survey = Survey(load_config({"model": str(model), "device": device}), registry)
+    plan = assemble(load_config({"model": str(model), "device": device}), registry).plan
+    survey = Survey.of_plan(plan, registry)
     try:
         learnt, held = _prompts(survey, prompts, text, settings)
         where = torch_device(survey.device)
@@ -133,6 +136,7 @@ def _trainer(survey: Survey, speculator: type[Speculator], settings: HeadsSettin
             config=checkpoint.config,
             embedding=matrix if head == _EMBEDDING else checkpoint.read(_EMBEDDING, dtype="float32", device=device),
             head=matrix,
+            attention=text_attention(survey.selection.factory("attention"), survey.device),
             drafts=settings.drafts,
             seed=settings.seed,
         )

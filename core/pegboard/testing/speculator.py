@@ -25,6 +25,7 @@ from pegboard.contracts.speculator import (
     SpeculatorSpec,
 )
 from pegboard.devices import torch_device
+from pegboard.heads.attention import attend_in_torch
 
 from .conformance import Candidate, Suite, check, no_synchronisation, normal, same_bits, unchanged
 
@@ -221,7 +222,13 @@ class SpeculatorSuite(Suite, standard=True):
         keep their bits."""
         target, spec = self.stand_in(), self.target
         training = HeadTraining(
-            target=spec, config={}, embedding=target.embedding, head=target.matrix, drafts=2, seed=5
+            target=spec,
+            config={},
+            embedding=target.embedding,
+            head=target.matrix,
+            attention=attend_in_torch,
+            drafts=2,
+            seed=5,
         )
         try:
             trainer = candidate.factory.trainer(training)

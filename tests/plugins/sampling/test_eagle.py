@@ -17,9 +17,11 @@ from torch import Tensor
 from pegboard import ConfigError, Engine, SamplingParams
 from pegboard.contracts.sampler import SlotOpening
 from pegboard.contracts.speculator import DraftContext, HeadText, HeadTraining
+from pegboard.heads.attention import attend_in_torch
 from pegboard.testing import SpeculatorSuite
 from pegboard.testing.conformance import Candidate
 from pegboard.testing.speculator import TARGET, StandInTarget
+from pegboard_sampling.speculation import eagle_training
 from pegboard_sampling.speculation.eagle import EagleSpeculator
 from pegboard_sampling.speculation.eagle_training import EagleTrainer
 from pegboard_sampling.speculation.options import EagleOptions
@@ -255,16 +257,20 @@ def test_layers_that_do_not_fit(tiny_path: Path, tmp_path: Path) -> None:
     refused(tiny_path, "pickle", model=str(good))
 
 
-def test_the_loss_is_that_of_state_and_choice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [0.0, 1.0], ids=["the target's states", "its own states"])
+def test_the_loss_is_that_of_state_and_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: float) -> None:
     """Of the paper's definition in float64: smooth L1 of the next state, and a tenth of the cross entropy between what
-    the target's head makes of both."""
+    the target's head makes of both. Where it gets its own states, all but the first of each text are."""
+    monkeypatch.setattr(eagle_training, "_OWN", own)
     spec, generator = TARGET, torch.Generator().manual_seed(3)
     matrix = torch.randn(spec.vocab_size, spec.hidden_size, generator=generator)
     embedding = torch.randn(spec.vocab_size, spec.hidden_size, generator=generator)
     config = {"rms_norm_eps": EPS, "rope_theta": THETA, "intermediate_size": INNER}
     target = replace(spec, layers=(replace(spec.layers[0], query_heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE),))
     trainer = EagleTrainer(
-        HeadTraining(target=target, config=config, embedding=embedding, head=matrix, drafts=3, seed=0)
+        HeadTraining(
+            target=target, config=config, embedding=embedding, head=matrix, attention=attend_in_torch, drafts=3, seed=0
+        )
     )
     for part in trainer.parameters:
         part.data += 0.3 * torch.randn(part.shape, generator=generator)
@@ -278,7 +284,10 @@ def test_the_loss_is_that_of_state_and_choice(tmp_path: Path) -> None:
         ids = torch.randint(spec.vocab_size, (count,), generator=generator)
         hidden = torch.randn(count - 1, spec.hidden_size, generator=generator)
         texts.append(HeadText(ids=ids, hidden=hidden, greedy=(hidden @ matrix.T).argmax(-1)))
-        states.append(definition.states(ids[1:-1].tolist(), list(hidden[:-1]), 0))
+        made = definition.states(ids[1:-1].tolist(), list(hidden[:-1]), 0)
+        if own:
+            made = definition.states(ids[1:-1].tolist(), [hidden[0], *made[:-1]], 0)
+        states.append(made)
         wanted.append(hidden[1:].double())
     found, expected = torch.cat(states), torch.cat(wanted)
     off = (found - expected).abs()

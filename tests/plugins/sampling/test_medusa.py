@@ -16,6 +16,7 @@ from torch import Tensor
 from pegboard import ConfigError, Engine, SamplingParams
 from pegboard.contracts.sampler import SlotOpening
 from pegboard.contracts.speculator import DraftContext, HeadText, HeadTraining
+from pegboard.heads.attention import attend_in_torch
 from pegboard.testing import SpeculatorSuite
 from pegboard.testing.conformance import Candidate
 from pegboard.testing.speculator import TARGET, StandInTarget
@@ -219,7 +220,9 @@ def test_the_loss_is_the_weighted_cross_entropy_of_all_heads() -> None:
     """Head i learns what the target chooses i + 1 places further on."""
     spec, generator = TARGET, torch.Generator().manual_seed(3)
     matrix = torch.randn(spec.vocab_size, spec.hidden_size, generator=generator)
-    training = HeadTraining(target=spec, config={}, embedding=matrix, head=matrix, drafts=3, seed=0)
+    training = HeadTraining(
+        target=spec, config={}, embedding=matrix, head=matrix, attention=attend_in_torch, drafts=3, seed=0
+    )
     trainer = MedusaTrainer(training)
     for part in trainer.parameters:
         part.data.normal_(generator=generator)

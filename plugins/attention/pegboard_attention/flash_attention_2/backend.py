@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 import triton
 from torch import Tensor
 
-from pegboard.contracts.attention import AttentionBackend, AttentionLayer, AttentionNeed, KVLayout, LayerCache
+from pegboard.contracts.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionNeed,
+    KVLayout,
+    LayerCache,
+    TextAttention,
+)
 from pegboard.contracts.batch import Bounds, Rows
-from pegboard.contracts.device import TensorSpec
+from pegboard.contracts.device import DeviceFacts, TensorSpec
 from pegboard.dtypes import torch_dtype
 from pegboard.errors import PegboardError
 
 from ..quantized_kv import STORED, quantized_layout
 from ..widening import format_of
+from .autograd import flash_attention
 from .options import FlashAttention2Options, KernelName
 from .paths import Path, choose_path, hopper_refusals
 from .problem import Entries, Forward, Mixing
@@ -76,7 +85,9 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
 
     @classmethod
     def refusals(cls, need: AttentionNeed, options: Any) -> Sequence[str]:
-        reasons = _device_refusals(need)
+        reasons = _device_refusals(need.device)
+        if need.device.type == "cuda" or not reasons:
+            reasons += _dtype_refusals(need.dtype)
         if need.kv_dtype != need.dtype and need.kv_dtype not in STORED:
             reasons.append(f"reads K/V in {need.dtype}, {' or '.join(STORED)}, not in {need.kv_dtype}")
         if need.page_size < MIN_PAGE_SIZE or need.page_size & (need.page_size - 1):
@@ -109,6 +120,13 @@ class FlashAttention2(AttentionBackend[FlashPlan]):
         shape = (need.page_size, layer.kv_heads, layer.head_size)
         tensors = tuple(TensorSpec(name=name, shape=shape, dtype=need.kv_dtype) for name in ("k", "v"))
         return (KVLayout(name="nhd", tensors=tensors),)
+
+    @classmethod
+    def differentiable(cls, device: DeviceFacts, layer: AttentionLayer) -> TextAttention | None:
+        """On CUDA in bfloat16."""
+        if layer.sinks or _device_refusals(device) or _layer_refusals(layer):
+            return None
+        return partial(_attend_texts, layer=layer)
 
     def workspace(self) -> Sequence[TensorSpec]:
         """Room for unpacked K/V of all rows, up to `unpacking.MOST_ENTRIES`."""
@@ -197,18 +215,32 @@ def _options(options: Any) -> FlashAttention2Options:
     return FlashAttention2Options() if options is None else options
 
 
-def _device_refusals(need: AttentionNeed) -> list[str]:
-    interpreted = triton.knobs.runtime.interpret
-    if need.device.type != "cuda" and not interpreted:
-        return [f"runs on CUDA devices, not on {need.device.type}"]
-    reasons = []
-    dtypes = INTERPRETED_DTYPES if interpreted else DTYPES
-    if need.dtype not in dtypes:
-        reasons.append(f"computes in {' and '.join(dtypes)}, not in {need.dtype}")
-    capability = need.device.capability
-    if capability is not None and capability < MIN_CAPABILITY:
-        reasons.append(f"needs compute capability 8.0 or later, not {capability[0]}.{capability[1]}")
-    return reasons
+def _attend_texts(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, *, layer: AttentionLayer) -> Tensor:
+    dtype = q.dtype if triton.knobs.runtime.interpret else torch.bfloat16
+    out, _ = flash_attention(
+        *(x.to(dtype) for x in (q, k, v)),
+        window=layer.window,
+        softcap=layer.softcap,
+        scale=layer.scale,
+        query_start=starts,
+        kv_start=starts,
+        max_query=longest,
+        max_kv=longest,
+    )
+    return out.to(q.dtype)
+
+
+def _device_refusals(device: DeviceFacts) -> list[str]:
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return [f"runs on CUDA devices, not on {device.type}"]
+    if device.capability is not None and device.capability < MIN_CAPABILITY:
+        return [f"needs compute capability 8.0 or later, not {device.capability[0]}.{device.capability[1]}"]
+    return []
+
+
+def _dtype_refusals(dtype: str) -> list[str]:
+    dtypes = INTERPRETED_DTYPES if triton.knobs.runtime.interpret else DTYPES
+    return [] if dtype in dtypes else [f"computes in {' and '.join(dtypes)}, not in {dtype}"]
 
 
 def _layer_refusals(layer: AttentionLayer) -> list[str]:

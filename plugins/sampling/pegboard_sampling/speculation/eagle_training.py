@@ -15,10 +15,12 @@ from pegboard.contracts.speculator import HeadText, HeadTrainer, HeadTraining
 from pegboard.models.llama import LlamaConfig
 
 from .choosing_loss import candidates
-from .eagle_layer import EagleLayer, attend_where, shapes
+from .eagle_layer import EagleLayer, shapes
 
 #: Of the choice beside that of the state, as the paper has it.
 _CHOICE = 0.1
+#: Share of the target's states that the layer gets its own in place of, as it will behind a draft.
+_OWN = 0.3
 #: Fields of the target's config that its layer takes over.
 _COMMON = ("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 
@@ -53,6 +55,14 @@ class EagleTrainer(HeadTrainer):
             name: self._first(name, shape).to(training.head.device).requires_grad_()
             for name, shape in shapes(config, target.vocab_size, set()).items()
         }
+        self._attend = training.attention(
+            AttentionLayer(
+                query_heads=config.num_attention_heads,
+                kv_heads=config.kv_heads,
+                head_size=config.head_size,
+                scale=config.head_size**-0.5,
+            )
+        )
         self._layer = EagleLayer(config, LlamaConfig.complete(self._config), self._weights, target.context_length)
 
     def _first(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -71,22 +81,36 @@ class EagleTrainer(HeadTrainer):
     def loss(self, texts: Sequence[HeadText]) -> Tensor:
         among = candidates(torch.cat([text.greedy for text in texts]), self._matrix.shape[0], self._random)
         matrix = self._matrix[among]
-        states = torch.cat([self._states(text) for text in texts])
         expected = torch.cat([text.hidden[1:] for text in texts])
+        states = self._states(texts)
         with torch.no_grad():
             shares = (expected @ matrix.T).softmax(-1)
         choice = functional.cross_entropy(states @ matrix.T, shares)
         return functional.smooth_l1_loss(states, expected) + _CHOICE * choice
 
-    def _states(self, text: HeadText) -> Tensor:
-        """[N - 2, E]: what is expected after each token but the first and the last."""
-        hidden = text.hidden[None, :-1]
-        count = hidden.shape[1]
-        seen = torch.ones(count, count, dtype=torch.bool, device=hidden.device).tril()
-        positions = torch.arange(count, device=hidden.device)[None]
-        embedded = self._embedding[text.ids[None, 1:-1]]
-        layer = self._layer
-        return layer.forward(embedded, hidden, lambda qkv: attend_where(*layer.turned(qkv, positions), seen))[0]
+    def _states(self, texts: Sequence[HeadText]) -> Tensor:
+        """[T, E]: what is expected after each token but the first and the last of each text."""
+        device = self._matrix.device
+        lengths = torch.tensor([len(text.ids) - 2 for text in texts], device=device)
+        starts = functional.pad(lengths.cumsum(0), (1, 0))
+        total, longest = sum(len(text.ids) - 2 for text in texts), max(len(text.ids) - 2 for text in texts)
+        first = torch.repeat_interleave(starts[:-1], lengths, output_size=total)
+        positions = torch.arange(total, device=device) - first
+        embedded = self._embedding[torch.cat([text.ids[1:-1] for text in texts])]
+        hidden = torch.cat([text.hidden[:-1] for text in texts])
+        starts = starts.to(torch.int32)
+
+        def attend(qkv: Tensor) -> Tensor:
+            q, k, v = (part[0] for part in self._layer.turned(qkv, positions[None]))
+            return self._attend(q, k, v, starts, longest)[None]
+
+        def states(hidden: Tensor) -> Tensor:
+            return self._layer.forward(embedded[None], hidden[None], attend)[0]
+
+        with torch.no_grad():
+            own = states(hidden).roll(1, 0)
+            given = torch.rand(total, generator=self._random).to(device) >= _OWN
+        return states(torch.where((given | (positions == 0))[:, None], hidden, own))
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._weights

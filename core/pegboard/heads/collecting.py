@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Final, Self
 
 import torch
@@ -26,20 +26,19 @@ NAME: Final = "collecting"
 
 
 class _Record:
-    """One slot's text: ids, and states of consecutive tokens, the first of which stands at `first`."""
+    """One slot's text: ids, and which of all collected states are those of consecutive tokens, the first of which
+    stands at `first`."""
 
     def __init__(self, opening: SlotOpening) -> None:
         self.ids = [*opening.prompt, *opening.output]
         self.first = 0
-        self.states: list[Tensor] = []
-        self.greedy: list[Tensor] = []
+        self.states: list[int] = []
 
-    def add(self, place: int, states: Tensor, greedy: Tensor) -> None:
-        """States [N, E] and choices [N] from the token at `place` on."""
+    def add(self, place: int, states: Iterable[int]) -> None:
+        """From the token at `place` on."""
         if not self.states:
             self.first = place
-        self.states.append(states)
-        self.greedy.append(greedy)
+        self.states += states
 
 
 class Collected:
@@ -48,6 +47,10 @@ class Collected:
     def __init__(self) -> None:
         self._records: list[_Record] = []
         self._slots: dict[int, _Record] = {}
+        #: [N, E], and the target's first choices [N], of each time that it was told of some.
+        self._states: list[Tensor] = []
+        self._greedy: list[Tensor] = []
+        self._count = 0
 
     def open(self, opening: SlotOpening) -> None:
         self._slots[opening.slot] = _Record(opening)
@@ -57,20 +60,31 @@ class Collected:
         """None: an idle slot."""
         return self._slots.get(slot)
 
+    def keep(self, states: Tensor, greedy: Tensor) -> int:
+        """Where the first of states [N, E] stands among all."""
+        first = self._count
+        self._states.append(states.to("cpu", copy=True))
+        self._greedy.append(greedy.cpu())
+        self._count += len(greedy)
+        return first
+
     def texts(self, least: int, device: str) -> list[HeadText]:
         """Of those of `least` tokens or more with their states."""
+        long = [record for record in self._records if len(record.states) + 1 >= least]
+        if not long:
+            return []
+        states, greedy = torch.cat(self._states), torch.cat(self._greedy)
         found = []
-        for record in self._records:
-            count = sum(len(states) for states in record.states)
-            if count + 1 >= least:
-                ids = record.ids[record.first : record.first + count + 1]
-                found.append(
-                    HeadText(
-                        ids=torch.tensor(ids, device=device),
-                        hidden=torch.cat(record.states).to(device, torch.float32),
-                        greedy=torch.cat(record.greedy).to(device),
-                    )
+        for record in long:
+            rows = torch.tensor(record.states)
+            ids = record.ids[record.first : record.first + len(rows) + 1]
+            found.append(
+                HeadText(
+                    ids=torch.tensor(ids, device=device),
+                    hidden=states[rows].to(device, torch.float32),
+                    greedy=greedy[rows].to(device),
                 )
+            )
         return found
 
 
@@ -109,19 +123,21 @@ class Collector(Speculator):
                 record.ids += row[:kept]
 
     def observe_hidden(self, slots: Tensor, ids: Tensor, count: Tensor, hidden: Tensor) -> None:
-        states, greedy = hidden[:, 0].cpu(), self._choices(hidden[:, 0])
+        states = hidden[:, 0]  # one a row, as there are no drafts
+        first = self.collected.keep(states, self._choices(states))
         for row, (slot, kept) in enumerate(zip(slots.tolist(), count.tolist(), strict=True)):
             record = self.collected.at(slot)
-            if record is not None and kept:  # one, as there are no drafts
-                record.add(len(record.ids) - 2, states[row : row + 1].clone(), greedy[row : row + 1])
+            if record is not None and kept:
+                record.add(len(record.ids) - 2, (first + row,))
 
     def observe_prompt(self, slot: int, start: int, hidden: Tensor) -> None:
         record = self.collected.at(slot)
         if record is not None:
-            record.add(start, hidden.cpu().clone(), self._choices(hidden))
+            first = self.collected.keep(hidden, self._choices(hidden))
+            record.add(start, range(first, first + len(hidden)))
 
     def _choices(self, hidden: Tensor) -> Tensor:
-        return torch.cat([self._target.head(part).argmax(-1).cpu() for part in torch.split(hidden, 64)])
+        return torch.cat([self._target.head(part).argmax(-1) for part in torch.split(hidden, 64)])
 
 
 def collecting_plugin(collected: Collected) -> object:

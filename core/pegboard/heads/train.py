@@ -189,8 +189,10 @@ def _collect(
     ]
     rows = _ROWS[torch.device(device).type]
     with Engine(**common, max_rows=rows, plugins=[collecting_plugin(collected)], speculator=NAME) as engine:
-        for output in engine.generate(asked):
-            output.raise_for_error()
+        # All rows at once: steps with prompts among them are not recorded
+        for first in range(0, count, rows):
+            for output in engine.generate(asked[first : first + rows]):
+                output.raise_for_error()
     return collected.texts(settings.drafts + 2, device)
 
 

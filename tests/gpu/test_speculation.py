@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from pegboard import Engine, SamplingParams
+from pegboard import Engine, Part, SamplingParams, hookimpl
+from pegboard.contracts.speculator import SpeculatorNeed
 from pegboard.runner.recording import Recordings
 from pegboard.runner.step_shape import StepShape
 from pegboard.testing.tiny import tiny_model
+from pegboard_sampling.speculation.draft_model import DraftModelSpeculator
+from pegboard_sampling.speculation.options import DraftModelOptions
+from pegboard_sampling.speculation.pipelining import Pipeline
 
 pytestmark = pytest.mark.gpu
+TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +27,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens(model: Path, **settings: Any) -> list[tuple[int, ...]]:
+    return measured_tokens(model, **settings)[0]
+
+
+def measured_tokens(model: Path, count: int = 6, **settings: Any) -> tuple[list[tuple[int, ...]], Any]:
     with Engine(model, device="cuda", dtype="float32", max_rows=8, **settings) as engine:
         handles = [
             engine.submit(
@@ -30,9 +39,10 @@ def tokens(model: Path, **settings: Any) -> list[tuple[int, ...]]:
                     temperature=0.8 if index % 2 else 0.0, seed=index, max_tokens=40 + index, ignore_eos=True
                 ),
             )
-            for index in range(6)
+            for index in range(count)
         ]
-        return [handle.result().raise_for_error().token_ids for handle in handles]
+        found = [handle.result().raise_for_error().token_ids for handle in handles]
+        return found, engine.stats().speculation
 
 
 @pytest.mark.supports("On a GPU", "speculative decoding in CUDA graphs, the same tokens as without")
@@ -56,3 +66,64 @@ def test_the_same_tokens_from_recorded_steps(
     assert tokens(model, speculator=speculator, adapt_drafts=False) == expected
     assert any(isinstance(part, StepShape) and part.drafts for key in recorded for part in key)
     torch.cuda.synchronize()
+
+
+class Apart(DraftModelSpeculator):
+    """Pipelined, whatever device it has."""
+
+    def __init__(self, need: SpeculatorNeed, options: DraftModelOptions) -> None:
+        super().__init__(need, options)
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self._passes, torch.device("cuda:0"), need.slots, ahead=not need.wants_probs)
+        self.capturable = False
+
+
+class Parts:
+    @hookimpl
+    def pegboard_parts(self) -> Any:
+        return (Part(role="speculator", name="apart", factory=Apart, options=DraftModelOptions, summary="for tests"),)
+
+
+@pytest.mark.supports("On a GPU", "a draft model on another device, which drafts on while the target verifies")
+@pytest.mark.parametrize("ahead", [0, 2, 6])
+@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=TWO_DEVICES)])
+def test_drafting_while_the_target_verifies(
+    model: Path, device: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens; a draft that mostly agrees is drafted on from, and its drafts are as good as others."""
+    expected = tokens(model)
+    ran: list[Any] = []
+    run = Recordings.run
+
+    def seen(self: Recordings, key: Any, work: Any) -> Any:
+        ran.extend(part for part in key if isinstance(part, tuple) and part[0] in ("draft", "on"))
+        return run(self, key, work)
+
+    monkeypatch.setattr(Recordings, "run", seen)
+    monkeypatch.setattr("pegboard_sampling.speculation.pace.adjusted", lambda *_: ahead)
+    speculator = {"use": "apart", "options": {"model": str(model), "drafts": 3, "device": device, "dtype": "bfloat16"}}
+    found, speculation = measured_tokens(model, speculator=speculator, adapt_drafts=False, plugins=[Parts()])
+    assert found == expected
+    assert speculation.mean_length > 2.8
+    further = [key for key in ran if key[0] == "on"]
+    assert max((key[2] - key[1] for key in further), default=0) == min(ahead, 4)
+    # Rows of a step are drafted for anew all together: one alone shows better what stood
+    del ran[:]
+    alone, speculation = measured_tokens(model, 1, speculator=speculator, adapt_drafts=False, plugins=[Parts()])
+    assert alone == expected[:1]
+    anew = sum(key[0] == "draft" for key in ran)
+    assert (anew < 0.8 * speculation.proposed[0]) == (ahead > 0)
+    assert (("on", 1, 3) in ran) == (ahead == 2)
+
+
+def test_rejection_from_another_device(model: Path) -> None:
+    """Distributions come along; nothing is drafted ahead. A draft that is the target is accepted."""
+    speculator = {"use": "apart", "options": {"model": str(model), "drafts": 3, "candidates": 211, "dtype": "float32"}}
+    _, speculation = measured_tokens(
+        model,
+        speculator=speculator,
+        sampler={"use": "fused", "options": {"verification": "rejection"}},
+        adapt_drafts=False,
+        plugins=[Parts()],
+    )
+    assert speculation.mean_length > 3.9

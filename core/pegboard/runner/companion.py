@@ -76,12 +76,15 @@ class Companion:
         self._caches = allocate_caches(
             plan.groups, [1 + slots * each] * len(plan.groups), len(survey.spec.layers), plan.page_size, self.device
         )
-        self._attending = Attending(
-            Phase(selection.create("attention", needs.prefill), self.device),
-            Phase(selection.create("decode_attention", needs.decode), self.device),
-            survey.spec.layers,
-            self._caches,
+        prefill, decode = (
+            selection.create("attention", needs.prefill),
+            selection.create("decode_attention", needs.decode),
         )
+        self._attending = Attending(
+            Phase(prefill, self.device), Phase(decode, self.device), survey.spec.layers, self._caches
+        )
+        #: On CUDA its passes may be recorded.
+        self.capturable = all(part.capturable for part in (self._model, self._ops, prefill, decode))
         self._page_size, self._groups, self._longest = plan.page_size, len(plan.groups), plan.max_length
         self._reach = each * plan.page_size
         #: [slots, pages] int32, alike in every group

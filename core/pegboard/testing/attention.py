@@ -13,7 +13,8 @@ from torch import Tensor
 from ..dtypes import torch_dtype
 from .attention_bench import AttentionBench, Phase, forward
 from .conformance import TOLERANCES, Candidate, check, compare, no_synchronisation, same_bits, unchanged
-from .oracles.attention import Step, with_bounds
+from .oracles.attention import Step, visible, with_bounds
+from .oracles.attention import attend as dense
 
 _VERIFY: Final = ((4, 4), (4, 30), (4, 17), (4, 64))
 #: A token that branches twice, as bit masks over the row's queries: 0 -> 1, 2; 1 -> 3; 2 -> 4.
@@ -93,6 +94,39 @@ class AttentionSuite(AttentionBench, standard=True):
     def test_quantized_cache(self, candidate: Candidate, dtype: str, phase: Phase, kv_dtype: str) -> None:
         """The numbers that payload and scale stand for, exactly: quantizing is the write op's matter."""
         self.hold_steps(candidate, self.need(dtype, phase, kv_dtype=kv_dtype), Step(self.rows(phase)))
+
+    def test_texts_with_gradients(self, candidate: Candidate) -> None:
+        """What `differentiable` gives, where it gives something: each text alone, causal, and its gradients."""
+        lengths, device = (9, 1, 20), self.device
+        starts = torch.tensor([0, 9, 10, 30], dtype=torch.int32, device=device)
+        given = 0
+        for layer in (self.layer(), self.layer(window=5), self.layer(softcap=1.5)):
+            attend = candidate.factory.differentiable(self.facts(), layer)
+            if attend is None:
+                continue
+            given += 1
+            generator = torch.Generator().manual_seed(given)
+            heads = (layer.query_heads, layer.kv_heads, layer.kv_heads, layer.query_heads)
+            *exact, dout = (
+                torch.randn(30, count, layer.head_size, generator=generator, dtype=torch.float64) for count in heads
+            )
+            inputs = [x.to(device, torch.float32).requires_grad_() for x in exact]
+            found = attend(*inputs, starts, max(lengths))
+            check(found.dtype == torch.float32, f"attention of float32 is {found.dtype}")
+            leaves = [x.requires_grad_() for x in exact]
+            texts = zip(*(torch.split(x, list(lengths)) for x in leaves), lengths, strict=True)
+            truth = torch.cat(
+                [dense(q, k, v, visible(length, length, layer.window, None), layer, None) for q, k, v, length in texts]
+            )
+            tolerance = TOLERANCES["bfloat16"]  # as it may round
+            compare(found, truth, tolerance, "attention of texts")
+            wanted = torch.autograd.grad(truth, leaves, dout)
+            gradients = torch.autograd.grad(found, inputs, dout.to(device, torch.float32))
+            for name, one, expected in zip("qkv", gradients, wanted, strict=True):
+                # Sums of rounded numbers: an element may be off by a share of the largest
+                compare(one / expected.abs().max(), expected / expected.abs().max(), tolerance, f"gradient of {name}")
+        if not given:
+            pytest.skip("has no gradients")
 
     # -- what rows look like
 

@@ -30,7 +30,6 @@ from pegboard.config import PartChoice  # noqa: E402
 from pegboard.contracts.attention import AttentionLayer, AttentionNeed, LayerCache  # noqa: E402
 from pegboard.contracts.batch import Bounds, Rows  # noqa: E402
 from pegboard.contracts.device import DeviceFacts  # noqa: E402
-from pegboard.devices import device_facts  # noqa: E402
 from pegboard.dtypes import dtype_name  # noqa: E402
 from pegboard.errors import PegboardError  # noqa: E402
 from pegboard.registry.registry import Registry  # noqa: E402
@@ -393,40 +392,6 @@ def check_ragged_gradients(dtype: torch.dtype, device: str, tolerance: float) ->
 @interpreted
 def test_interpreted_ragged_gradients() -> None:
     check_ragged_gradients(torch.float32, "cpu", 2e-6)
-
-
-def check_texts(device: DeviceFacts, tolerance: float) -> None:
-    """What training gets, in float32: values and gradients of each text alone."""
-    lengths = (30, 1, 12)
-    attend = FlashAttention2.differentiable(device, msgspec.structs.replace(layer(4, 2, 64), scale=0.2))
-    assert attend is not None
-    generator = torch.Generator(device.type).manual_seed(1)
-    inputs = [
-        torch.randn(sum(lengths), heads, 64, generator=generator, device=device.type).requires_grad_()
-        for heads in (4, 2, 2)
-    ]
-    starts = torch.tensor([0, 30, 31, 43], dtype=torch.int32, device=device.type)
-    out = attend(*inputs, starts, 30)
-    assert out.dtype == torch.float32
-    dout = torch.randn(out.shape, generator=generator, device=device.type)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    texts = zip(*(torch.split(x, lengths) for x in exact), strict=True)
-    truth = torch.cat([dense(*(x[None] for x in text), Mixing(4, 2, 64, 0.2))[0][0] for text in texts])
-    assert error(out, truth) < tolerance
-    wanted = torch.autograd.grad(truth, exact, dout.double())
-    for found, gradient in zip(torch.autograd.grad(out, inputs, dout), wanted, strict=True):
-        assert error(found, gradient) < 2 * tolerance
-
-
-@interpreted
-def test_interpreted_texts() -> None:
-    check_texts(DeviceFacts(type="cpu"), 2e-6)
-
-
-@compiled
-@pytest.mark.gpu
-def test_texts_on_a_gpu() -> None:
-    check_texts(device_facts("cuda"), 1e-2)
 
 
 @compiled

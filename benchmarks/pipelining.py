@@ -106,7 +106,7 @@ def measure(target: Path, prompts: Sequence[list[int]], tokens: int, **settings:
         for turn, prompt in enumerate(
             [prompts[0], *prompts]
         ):  # in the first one kernels compile, and steps are recorded
-            sampling = SamplingParams(temperature=0.8, seed=7, max_tokens=tokens, ignore_eos=True)
+            sampling = SamplingParams(temperature=0.2, seed=7, max_tokens=tokens, ignore_eos=True)
             output = engine.generate([prompt], sampling)[0].raise_for_error()
             if turn:
                 times.append(1e3 * (output.metrics.itl or 0.0))

@@ -39,6 +39,11 @@ class Drafting:
         """Drafts are asked for in the step itself, which may be recorded."""
         return self.ahead and self._speculator.capturable
 
+    @property
+    def by_chance(self) -> bool:
+        """This step's drafts were asked for before it, with the distributions that they were drawn from."""
+        return self._probs is not None and not self.inside
+
     def open(self, openings: Sequence[SlotOpening]) -> None:
         self._speculator.open(openings)
 

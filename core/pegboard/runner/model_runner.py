@@ -199,13 +199,14 @@ class ModelRunner:
         self._settle_rehearsal()
         host_slots = ready.host_slots
         run = self._recordings.run if padded and self._recordings is not None else _plainly
-        observes = self._parts.speculator is None or self._parts.speculator.capturable
+        drafting = stepping.drafting
         processes = self._processing.wanted(ready.sampled)
         told = self._parts.hidden == "all" and shape.prompts
-        if not padded or not sampler.capturable or not observes or processes or told:
+        by_chance = drafting is not None and drafting.by_chance
+        if not padded or not sampler.capturable or processes or told or by_chance:
             computed = run((shape,), lambda: stepping.compute(shape, vector))
-            if computed.states is not None and stepping.drafting is not None:
-                stepping.drafting.observe_prompts(
+            if computed.states is not None and drafting is not None:
+                drafting.observe_prompts(
                     ready.rows, first_tokens(ready.rows, ready.decode_rows, shape), computed.states
                 )
             queries = tuple(1 + (shape.drafts if padded else row.drafts) for row in ready.sampled)
@@ -217,19 +218,28 @@ class ModelRunner:
                 chosen = stepping.verify(computed, host_slots, queries)
             else:
                 chosen = stepping.choose(computed, host_slots)
+            stepping.tell(chosen)
             if processed is None:
                 return computed, chosen, {}
             return computed, replace(chosen, logprobs=rescore(processed, chosen, sampler)), processed.failed
         key = sampler.graph_key(host_slots)
 
+        tells_inside = self._parts.speculator is not None and self._parts.speculator.capturable
+
         def work() -> tuple[Computed, Chosen]:
             computed = stepping.compute(shape, vector)
             if shape.drafts:
-                return computed, stepping.verify(computed, host_slots, (1 + shape.drafts,) * shape.verified, key)
-            return computed, stepping.choose(computed, host_slots, key)
+                chosen = stepping.verify(computed, host_slots, (1 + shape.drafts,) * shape.verified, key)
+            else:
+                chosen = stepping.choose(computed, host_slots, key)
+            if tells_inside:
+                stepping.tell(chosen)
+            return computed, chosen
 
         last = verification_key(shape, key) if shape.drafts else choice_key(shape.samples, key)
         computed, chosen = run((shape, last), work)
+        if not tells_inside:
+            stepping.tell(chosen, len(host_slots))
         return computed, chosen, {}
 
     def _drafts_seen(

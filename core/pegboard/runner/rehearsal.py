@@ -91,7 +91,7 @@ class Rehearsal:
 
     def _choose(self, computed: Computed, slots: tuple[int, ...]) -> None:
         key = self._sampler.graph_key(slots)
-        self._stepping.choose(computed, slots, key)
+        self._stepping.tell(self._stepping.choose(computed, slots, key))
         self.done.add(choice_key(len(computed.slots), key))
 
 

@@ -73,14 +73,23 @@ class Computed(msgspec.Struct, frozen=True):
     draft_probs: Tensor | None = None
 
 
+class Observed(msgspec.Struct, frozen=True):
+    """For slots [N] ids [N, m], negative beyond what was kept, and from what they were chosen, [N, m, E]."""
+
+    slots: Tensor
+    ids: Tensor
+    hidden: Tensor | None
+
+
 class Chosen(msgspec.Struct, frozen=True):
     """ids [S] int64; None: nothing was chosen. With drafts ids [N, 1 + k], of which `count` [N] are kept, and as many
-    log-probabilities; `drafted` [N]: drafts that were there."""
+    log-probabilities; `drafted` [N]: drafts that were there. `observed`: what a speculator is to be told."""
 
     ids: Tensor | None
     logprobs: LogprobTensors | None
     count: Tensor | None = None
     drafted: Tensor | None = None
+    observed: Observed | None = None
 
 
 class Stepping:
@@ -152,9 +161,10 @@ class Stepping:
         output = self._parts.sampler.sample(logits, rows)
         # A failed row (-1) must not feed itself an id that is none.
         self._state.last_ids.index_copy_(0, slots, output.ids.clamp(min=0))
+        observed = None
         if self.drafting is not None:
-            self.drafting.observe(slots, output.ids[:, None], None if hidden is None else hidden[:, None])
-        return Chosen(output.ids, output.logprobs)
+            observed = Observed(slots, output.ids[:, None], None if hidden is None else hidden[:, None])
+        return Chosen(output.ids, output.logprobs, observed=observed)
 
     def verify(
         self, computed: Computed, host_slots: tuple[int, ...], host_queries: tuple[int, ...], key: Hashable = None
@@ -202,8 +212,14 @@ class Stepping:
             drafted = real[begin[1:].long()] - real[begin[:-1].long() + 1]
         if hidden is not None and hidden.dim() == 2:
             hidden = hidden[begin[:-1, None] + output.path[:, : chosen.shape[1]].clamp(min=0)]
-        self.drafting.observe(slots, chosen, hidden)
-        return Chosen(output.ids, output.logprobs, kept, drafted)
+        return Chosen(output.ids, output.logprobs, kept, drafted, Observed(slots, chosen, hidden))
+
+    def tell(self, chosen: Chosen, count: int | None = None) -> None:
+        """The speculator what was kept; of the first `count` rows, where others are idle."""
+        told = chosen.observed
+        if self.drafting is not None and told is not None:
+            slots, ids, hidden = told.slots[:count], told.ids[:count], told.hidden
+            self.drafting.observe(slots, ids, None if hidden is None else hidden[:count])
 
     def _compact(self, slots: Tensor, starts: Tensor, path: Tensor) -> None:
         """Entries of kept queries, path [N, W] with -1 beyond, move behind one another from starts [N] on."""

@@ -78,7 +78,10 @@ class DraftModelSpeculator(Speculator):
         return Drafts(ids=self._passes.standing_ids(context.slots, context.drafts), probs=probs)
 
     def observe(self, slots: Tensor, ids: Tensor, count: Tensor) -> None:
-        (self._passes if self._pipeline is None else self._pipeline).observe(slots, ids, count)
+        if self._pipeline is None:
+            self._passes.observe(slots, ids, count)
+        else:
+            self._pipeline.observe(slots, ids)
 
 
 def _spec(plan: AssemblyPlan, registry: Registry) -> ModelSpec:

@@ -115,6 +115,29 @@ if INTERPRETED:
                 assert ids[count:] == [-2, -1]
                 self.hold_choices(ids[:count], logits[:count], openings[:count], position, "float32")
 
+        def test_the_edge_of_what_takes_part(self, candidate: Candidate) -> None:
+            """Levels of much the same weight, at the depths that the pass over the logits weighs down to, spread over
+            two chunks: what it knows of a row ends between them, or at one."""
+            counts, vocab = (1, 33, 245, 300), 4500
+            levels = [torch.full((n,), x) for n, x in zip(counts, (0.0, -3.5, -5.5, -7.5), strict=True)]
+            levels += [torch.full((vocab - sum(counts),), -math.inf)]
+            row = torch.cat(levels)[torch.randperm(vocab, generator=torch.Generator().manual_seed(3))]
+            # In the midst of each level, of the second with min-p above its edge, and between the first two
+            kinds = [{"top_p": 0.2}, {"top_p": 0.5}, {"top_p": 0.8}, {"top_p": 0.97}, {"top_p": 0.8, "min_p": 0.02}]
+            kinds += [{"top_p": 1 / float(row.exp().sum())}]
+            openings = [self.opening(slot, **kind) for slot, kind in enumerate(kinds * (20 if FULL else 2))]
+            sampler = self.make(candidate, openings, vocab)
+            logits = row.to(self.device).expand(len(openings), -1).contiguous()
+            ids = self.sample(sampler, logits, range(len(openings)), [5] * len(openings)).ids.tolist()
+            self.hold_choices(ids, logits, openings, 5, "float32")
+
+        def test_half_of_equal_logits(self, candidate: Candidate) -> None:
+            """Four of eight take part: what lies ahead of the fifth weighs top-p exactly."""
+            openings = [self.opening(slot, top_p=0.5) for slot in range(8)]
+            sampler = self.make(candidate, openings, 8)
+            ids = self.sample(sampler, torch.zeros(8, 8, device=self.device), range(8), [5] * 8).ids.tolist()
+            assert set(ids) == {0, 1, 2, 3}
+
 
 @pytest.mark.gpu
 class TestOnCuda(SamplerSuite):

@@ -135,7 +135,7 @@ if INTERPRETED:
             """Four of eight take part: what lies ahead of the fifth weighs top-p exactly."""
             openings = [self.opening(slot, top_p=0.5) for slot in range(8)]
             sampler = self.make(candidate, openings, 8)
-            ids = self.sample(sampler, torch.zeros(8, 8, device=self.device), range(8), [5] * 8).ids.tolist()
+            ids = self.sample(sampler, torch.zeros(8, 8, device=self.device), range(8), [8] * 8).ids.tolist()
             assert set(ids) == {0, 1, 2, 3}
 
 

@@ -55,12 +55,13 @@ def _profiles(profiles, row, chunk_count, beside, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _reached_by(profiles, row, chunk_count, beside, wanted, bottom, top, CHUNKS: tl.constexpr):
+def _reached_by(profiles, row, chunk_count, beside, temperature, wanted, bottom, top, CHUNKS: tl.constexpr):
     """A logit in bottom .. top so that what reaches it surely weighs `wanted`."""
     limits, masses = _profiles(profiles, row, chunk_count, beside, CHUNKS)
     for _ in range(_HALVINGS):
         middle = 0.5 * bottom + 0.5 * top
-        least = tl.max(tl.where(limits >= middle, masses, 0.0), 1)
+        sure = middle + chunks.slack(middle, temperature)
+        least = tl.max(tl.where(limits >= sure, masses, 0.0), 1)
         enough = tl.sum(least, 0).to(tl.float64) >= wanted * _MARGIN
         bottom = tl.where(enough, middle, bottom)
         top = tl.where(enough, top, middle)
@@ -68,11 +69,12 @@ def _reached_by(profiles, row, chunk_count, beside, wanted, bottom, top, CHUNKS:
 
 
 @triton.jit
-def may_weigh(profiles, row, chunk_count, of_chunks, beside, sums, x, wanted, CHUNKS: tl.constexpr):
+def may_weigh(profiles, row, chunk_count, of_chunks, beside, sums, temperature, x, wanted, CHUNKS: tl.constexpr):
     """Whether what lies ahead of a token with the logit x may weigh `wanted`; False: it surely weighs less. `sums`
     [CHUNKS]: what each chunk weighs."""
     limits, masses = _profiles(profiles, row, chunk_count, beside, CHUNKS)
-    most = tl.minimum(tl.min(tl.where(limits <= x, masses, float("inf")), 1), sums)
+    sure = x - chunks.slack(x, temperature)
+    most = tl.minimum(tl.min(tl.where(limits <= sure, masses, float("inf")), 1), sums)
     # Equal logits may be ahead: ids decide
     most = tl.where(of_chunks < x, 0.0, most)
     return tl.sum(most, 0).to(tl.float64) * _MARGIN >= wanted
@@ -107,7 +109,7 @@ def bound_candidates(
             floor = peak + temperature * _least_score(floats, slot, total, vocab)
             if top_p < 1:
                 wanted = top_p * total.to(tl.float64)
-                floor = _reached_by(profiles, row, chunk_count, beside, wanted, floor, peak, CHUNKS)
+                floor = _reached_by(profiles, row, chunk_count, beside, temperature, wanted, floor, peak, CHUNKS)
         tl.store(bounds + row * 2, tl.maximum(floor, _LEAST_FINITE))
         tl.store(bounds + row * 2 + 1, peak)
     else:

@@ -5,6 +5,8 @@ arithmetic of the noise; for top-p alone, which asks of each token how far below
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -13,8 +15,11 @@ from . import values as v
 
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
-#: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest.
+#: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest. What they weigh there is
+#: exp(-depth), which saves the pass holding the logits beside the weights; so limits are known but for a slack.
 _DEPTHS = tl.constexpr((4.0, 5.0, 6.0, 7.0))
+_LEAST_WEIGHTS = tl.constexpr(tuple(math.exp(-depth) for depth in _DEPTHS.value))
+_SLACK, _ULPS = tl.constexpr(1e-3), tl.constexpr(2.0**-21)
 #: Columns of a profile, one of each depth.
 COLUMNS = tl.constexpr(4)
 
@@ -45,15 +50,21 @@ def _sums_of_threads(x, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
 
 
 @triton.jit
-def _profile(x, weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
-    """Float32 [COLUMNS], twice: logits, and what the tokens weigh that reach them."""
+def slack(x, temperature):
+    """More than rounding takes from or adds to a logit x for which a score stands."""
+    return temperature * _SLACK + tl.abs(x) * _ULPS
+
+
+@triton.jit
+def _profile(weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
+    """Float32 [COLUMNS], twice: logits, and what the tokens weigh that reach them; what lies less than `slack` below
+    may be among them."""
     column = tl.arange(0, COLUMNS)
     limits = tl.zeros([COLUMNS], tl.float32)
     masses = tl.zeros([COLUMNS, THREADS], tl.float32)
     for at in tl.static_range(COLUMNS):
-        limit = greatest - temperature * _DEPTHS[at]
-        limits = tl.where(column == at, limit, limits)
-        heavy = _sums_of_threads(weights * (x >= limit).to(tl.float32), THREADS, ADJACENT)
+        limits = tl.where(column == at, greatest - temperature * _DEPTHS[at], limits)
+        heavy = _sums_of_threads(weights * (weights >= _LEAST_WEIGHTS[at]).to(tl.float32), THREADS, ADJACENT)
         # Threads meet only once, for all columns
         masses = tl.where((column == at)[:, None], heavy[None, :], masses)
     return limits, tl.sum(masses, 1)
@@ -126,7 +137,7 @@ def read_chunks(
             if PROFILES:
                 if v.alone(floats, integers, slot):
                     adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
-                    limits, masses = _profile(x, weights, greatest, temperature, THREADS, adjacent)
+                    limits, masses = _profile(weights, greatest, temperature, THREADS, adjacent)
                     profile = profiles + (row * chunks + chunk) * 2 * COLUMNS + tl.arange(0, COLUMNS)
                     tl.store(profile, limits)
                     tl.store(profile + COLUMNS, masses)

@@ -73,14 +73,15 @@ def pick(
                 statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM
             )
             wanted = top_p * tl.sum(sums, 0).to(tl.float64)
-            doubtful = bounding.may_weigh(
-                profiles, row, chunk_count, of_chunks, beside, sums, v.value_of(key), wanted, CHUNKS
-            )
             own = listed + row * 2 * room
             noisy = noises + row * 4 * room + 2 * room
-            tries = (key > v.LOWEST) & doubtful  # a row that fails has none
+            tries = key > v.LOWEST  # a row that fails has none
             while tries:
-                mass, following = _ahead(own, noisy, sizes, span, key, peak, temperature, PARTS, WIDTH)
-                tries = (mass > 0) & (mass.to(tl.float64) >= wanted * v.UNIT) & (following > key)
-                key = tl.where(tries, following, key)
+                tries = bounding.may_weigh(
+                    profiles, row, chunk_count, of_chunks, beside, sums, temperature, v.value_of(key), wanted, CHUNKS
+                )
+                if tries:
+                    mass, following = _ahead(own, noisy, sizes, span, key, peak, temperature, PARTS, WIDTH)
+                    tries = (mass > 0) & (mass.to(tl.float64) >= wanted * v.UNIT) & (following > key)
+                    key = tl.where(tries, following, key)
         tl.store(ids_out + row, v.id_of(key).to(tl.int64))

@@ -114,7 +114,14 @@ def read_chunks(
     raw = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
     x = v.adjusted(raw, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES)
     broken = tl.max(tl.ravel(((raw != raw) | (x != x)).to(tl.int32)), 0)
-    greatest = tl.max(tl.ravel(x), 0)
+    if KEEPS_GROUPS:
+        of_groups = tl.max(x, 1)
+        greatest = tl.max(of_groups, 0)
+        tl.store(maxima + row * groups + group, of_groups, mask=group < groups)
+        if chunk == 0:
+            tl.store(counts + row, 0)
+    else:
+        greatest = tl.max(tl.ravel(x), 0)
     at = statistics + row * v.STATISTICS * chunks + chunk
     ids_at = chunk_ids + row * v.IDS * chunks + chunk
     tl.store(at + v.MAXIMUM * chunks, greatest)
@@ -122,10 +129,6 @@ def read_chunks(
     if kind == v.GREEDY:
         first = tl.min(tl.ravel(tl.where(x == greatest, ids, 0x7FFFFFFF)), 0)
     tl.store(ids_at + v.FIRST * chunks, tl.where(broken != 0, -1, first))
-    if KEEPS_GROUPS:
-        tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
-        if chunk == 0:
-            tl.store(counts + row, 0)
     if SUMS:
         sums = (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0)
         if REJECTS:

@@ -21,7 +21,7 @@ _BOUND_WARPS, _RANK_WARPS = 1, 4
 _PART_WARPS = 1
 _PICK_WARPS, _SELECT_WARPS = 16, 16
 #: Listed tokens that a program weighs at a time; at least one of each part.
-_PICK_BLOCK = 1024
+_PICK_BLOCK = 2048
 #: Undecided tokens that a program weighs, and parts, at a time.
 _SELECT_BLOCK, _SELECT_PART = 512, 2048
 

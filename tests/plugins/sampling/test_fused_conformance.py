@@ -17,6 +17,7 @@ from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.sampler import SamplerNeed
 from pegboard.testing import SamplerSuite
 from pegboard.testing.conformance import Candidate
+from pegboard_sampling.fused import wide
 from pegboard_sampling.fused.sampler import FusedSampler
 
 SUPPORT: list[tuple[list[float], dict[str, Any], set[int]]] = [
@@ -71,6 +72,9 @@ def _on_cuda(need: SamplerNeed) -> SamplerNeed:
 
 
 if INTERPRETED:
+    # The interpreter takes all threads of a program at once, but its turns one by one
+    wide._PART_WARPS = 4
+
     # numpy warns of infinities that a device computes and drops
     @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
     class TestInterpreted(SamplerSuite):
@@ -114,6 +118,29 @@ if INTERPRETED:
                 ids = self.sample(sampler, logits, range(len(openings)), [position] * len(openings)).ids.tolist()
                 assert ids[count:] == [-2, -1]
                 self.hold_choices(ids[:count], logits[:count], openings[:count], position, "float32")
+
+        def test_the_edge_of_what_takes_part(self, candidate: Candidate) -> None:
+            """Levels of much the same weight, at the depths that the pass over the logits weighs down to, spread over
+            two chunks: what it knows of a row ends between them, or at one."""
+            counts, vocab = (1, 55, 148, 300), 4500
+            levels = [torch.full((n,), x) for n, x in zip(counts, (0.0, -4.0, -5.0, -7.0), strict=True)]
+            levels += [torch.full((vocab - sum(counts),), -math.inf)]
+            row = torch.cat(levels)[torch.randperm(vocab, generator=torch.Generator().manual_seed(3))]
+            # In the midst of each level, of the third with min-p above its edge, and between the first two
+            kinds = [{"top_p": 0.15}, {"top_p": 0.45}, {"top_p": 0.75}, {"top_p": 0.96}, {"top_p": 0.75, "min_p": 0.01}]
+            kinds += [{"top_p": 1 / float(row.exp().sum())}]
+            openings = [self.opening(slot, **kind) for slot, kind in enumerate(kinds * (20 if FULL else 2))]
+            sampler = self.make(candidate, openings, vocab)
+            logits = row.to(self.device).expand(len(openings), -1).contiguous()
+            ids = self.sample(sampler, logits, range(len(openings)), [5] * len(openings)).ids.tolist()
+            self.hold_choices(ids, logits, openings, 5, "float32")
+
+        def test_half_of_equal_logits(self, candidate: Candidate) -> None:
+            """Four of eight take part: what lies ahead of the fifth weighs top-p exactly."""
+            openings = [self.opening(slot, top_p=0.5) for slot in range(8)]
+            sampler = self.make(candidate, openings, 8)
+            ids = self.sample(sampler, torch.zeros(8, 8, device=self.device), range(8), [8] * 8).ids.tolist()
+            assert set(ids) == {0, 1, 2, 3}
 
 
 @pytest.mark.gpu

@@ -16,11 +16,11 @@ from . import values as v
 #: More than what float32 adds to or takes from a bound of a perturbed score near the best.
 _ROUNDING = tl.constexpr(1e-4)
 #: A chunk's tokens are weighed down to these depths: scores below the chunk's greatest. What they weigh there is
-#: exp(-depth), and the logits told are lower than what that rounds to.
-_DEPTHS = tl.constexpr((3.5, 5.5, 7.5))
+#: exp(-depth), which saves the pass holding the logits beside the weights; so limits are known but for a slack.
+_DEPTHS = tl.constexpr((4.0, 5.0, 6.0, 7.0))
 _LEAST_WEIGHTS = tl.constexpr(tuple(math.exp(-depth) for depth in _DEPTHS.value))
-_SLACK = tl.constexpr(1e-3)
-#: Columns of a profile: all tokens, then those of each depth.
+_SLACK, _ULPS = tl.constexpr(1e-3), tl.constexpr(2.0**-21)
+#: Columns of a profile, one of each depth.
 COLUMNS = tl.constexpr(4)
 
 
@@ -50,15 +50,22 @@ def _sums_of_threads(x, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
 
 
 @triton.jit
+def slack(x, temperature):
+    """More than rounding takes from or adds to a logit x for which a score stands."""
+    return temperature * _SLACK + tl.abs(x) * _ULPS
+
+
+@triton.jit
 def _profile(weights, greatest, temperature, THREADS: tl.constexpr, ADJACENT: tl.constexpr):
-    """Float32 [COLUMNS], twice: logits, and what the tokens weigh that reach them. The first are all tokens."""
+    """Float32 [COLUMNS], twice: logits, and what the tokens weigh that reach them; what lies less than `slack` below
+    may be among them."""
     column = tl.arange(0, COLUMNS)
-    limits = tl.full([COLUMNS], float("-inf"), tl.float32)
-    # Threads meet only once, for all columns
-    masses = tl.where((column == 0)[:, None], _sums_of_threads(weights, THREADS, ADJACENT)[None, :], 0.0)
-    for at in tl.static_range(1, COLUMNS):
-        limits = tl.where(column == at, greatest - temperature * (_DEPTHS[at - 1] + _SLACK), limits)
-        heavy = _sums_of_threads(weights * (weights >= _LEAST_WEIGHTS[at - 1]).to(tl.float32), THREADS, ADJACENT)
+    limits = tl.zeros([COLUMNS], tl.float32)
+    masses = tl.zeros([COLUMNS, THREADS], tl.float32)
+    for at in tl.static_range(COLUMNS):
+        limits = tl.where(column == at, greatest - temperature * _DEPTHS[at], limits)
+        heavy = _sums_of_threads(weights * (weights >= _LEAST_WEIGHTS[at]).to(tl.float32), THREADS, ADJACENT)
+        # Threads meet only once, for all columns
         masses = tl.where((column == at)[:, None], heavy[None, :], masses)
     return limits, tl.sum(masses, 1)
 
@@ -107,7 +114,14 @@ def read_chunks(
     raw = tl.load(logits + row * stride + ids, mask=real, other=float("-inf")).to(tl.float32)
     x = v.adjusted(raw, ids, real, slot, row, floats, integers, words, biases, queries, places, vocab, WORDS, BIASES)
     broken = tl.max(tl.ravel(((raw != raw) | (x != x)).to(tl.int32)), 0)
-    greatest = tl.max(tl.ravel(x), 0)
+    if KEEPS_GROUPS:
+        of_groups = tl.max(x, 1)
+        greatest = tl.max(of_groups, 0)
+        tl.store(maxima + row * groups + group, of_groups, mask=group < groups)
+        if chunk == 0:
+            tl.store(counts + row, 0)
+    else:
+        greatest = tl.max(tl.ravel(x), 0)
     at = statistics + row * v.STATISTICS * chunks + chunk
     ids_at = chunk_ids + row * v.IDS * chunks + chunk
     tl.store(at + v.MAXIMUM * chunks, greatest)
@@ -115,10 +129,6 @@ def read_chunks(
     if kind == v.GREEDY:
         first = tl.min(tl.ravel(tl.where(x == greatest, ids, 0x7FFFFFFF)), 0)
     tl.store(ids_at + v.FIRST * chunks, tl.where(broken != 0, -1, first))
-    if KEEPS_GROUPS:
-        tl.store(maxima + row * groups + group, tl.max(x, 1), mask=group < groups)
-        if chunk == 0:
-            tl.store(counts + row, 0)
     if SUMS:
         sums = (kind == v.WIDE) | ((v.integer(integers, slot, v.FLAGS) & v.PROCESSED) != 0)
         if REJECTS:
@@ -126,19 +136,14 @@ def read_chunks(
         if sums:
             temperature = v.temperature_of(floats, integers, slot)
             weights = _weights(x, greatest, temperature, FAST)
-            profiled = False
+            tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(weights), 0))
             if PROFILES:
-                profiled = v.alone(floats, integers, slot)
-                if profiled:
+                if v.alone(floats, integers, slot):
                     adjacent: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
                     limits, masses = _profile(weights, greatest, temperature, THREADS, adjacent)
-                    column = tl.arange(0, COLUMNS)
-                    profile = profiles + (row * chunks + chunk) * 2 * COLUMNS + column
+                    profile = profiles + (row * chunks + chunk) * 2 * COLUMNS + tl.arange(0, COLUMNS)
                     tl.store(profile, limits)
                     tl.store(profile + COLUMNS, masses)
-                    tl.store(at + v.SUM * chunks, tl.sum(tl.where(column == 0, masses, 0.0), 0))
-            if not profiled:
-                tl.store(at + v.SUM * chunks, tl.sum(tl.ravel(weights), 0))
     if ADDS_NOISE:
         if kind == v.NOISE:
             temperature = v.temperature_of(floats, integers, slot)
@@ -173,10 +178,17 @@ def read_chunks(
 def whole_row(statistics, row, chunks, temperature, CHUNKS: tl.constexpr, MAX: tl.constexpr, TOTAL: tl.constexpr):
     """Of a row's chunks: each one's maximum, their greatest, and each one's score beside it. MAX and TOTAL name the
     statistics; the last result is the row's sum of weights."""
+    of_chunks, peak, beside, sums = each_chunk(statistics, row, chunks, temperature, CHUNKS, MAX, TOTAL)
+    return of_chunks, peak, beside, tl.sum(sums, 0)
+
+
+@triton.jit
+def each_chunk(statistics, row, chunks, temperature, CHUNKS: tl.constexpr, MAX: tl.constexpr, TOTAL: tl.constexpr):
+    """As `whole_row`, but what each chunk weighs."""
     chunk = tl.arange(0, CHUNKS)
     at = statistics + row * v.STATISTICS * chunks + chunk
     of_chunks = tl.load(at + MAX * chunks, mask=chunk < chunks, other=float("-inf"))
     peak = tl.max(of_chunks, 0)
     beside = v.score(of_chunks, peak, temperature)
     sums = tl.load(at + TOTAL * chunks, mask=chunk < chunks, other=0.0)
-    return of_chunks, peak, beside, tl.sum(tl.where(beside > float("-inf"), sums * tl.exp(beside), 0.0), 0)
+    return of_chunks, peak, beside, tl.where(beside > float("-inf"), sums * tl.exp(beside), 0.0)

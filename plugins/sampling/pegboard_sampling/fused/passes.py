@@ -16,28 +16,18 @@ from .best import MOST
 from .choices import Choices
 from .choosing import choose
 from .chunks import read_chunks
-from .gathering import bound_candidates, gather_candidates
 from .listing import list_logprobs, spread_logprobs
-from .picking import pick
 from .rejecting import refuse_drafts, replace_refused
-from .selecting import select
 from .slots import FusedSlots, Path
-from .workspace import CHUNK_GROUPS, PART_GROUPS, TILE_GROUPS, Workspace
+from .wide import WideStep
+from .workspace import CHUNK_GROUPS, Workspace
 
-#: Undecided tokens that a program weighs, and parts, at a time.
-_SELECT_BLOCK, _SELECT_PART = 512, 2048
-#: Listed tokens that a program weighs at a time; at least one of each part.
-_PICK_BLOCK = 1024
 #: Rows of a launch: CUDA's limit of a grid's second extent.
 _MOST_ROWS = 65535
 #: Rows in turns begin at multiples of this, so that kernels compiled for aligned addresses serve them.
 _ALIGNED = 16
 #: Warps of a program: of a pass over the logits, of one that reads tables or judges drafts too, of one for a whole row.
 _READ_WARPS, _HEAVY_READ_WARPS, _ROW_WARPS = 4, 8, 16
-#: Where the choice may be among many: of what bounds, lists and picks.
-_BOUND_WARPS = 4
-_LIST_WARPS = 4
-_PICK_WARPS = 16
 
 
 class Passes:
@@ -64,7 +54,7 @@ class Passes:
     def _run(self, choices: Choices, path: Path, ids: Tensor) -> LogprobTensors | None:
         self._read(choices, path)
         if path.wide:
-            self._select(choices, path, ids)
+            self._wide(choices, path).choose(ids)
         self._choose(choices, path, ids)
         if self._rejects and choices.drafts is not None:
             self._reject(choices, path, ids)
@@ -134,91 +124,17 @@ class Passes:
             num_warps=warps,
         )
 
-    def _select(self, choices: Choices, path: Path, ids: Tensor) -> None:
-        work, logits, state = self._workspace, choices.logits, self._state(choices, path)
-        count, listed, sizes = logits.shape[0], work.listed, self._row_sizes
-        picks = not path.ranked and not self._tells(choices, path)
-        bound_candidates[(count,)](
-            choices.slots,
-            *state[:2],
-            work.maxima,
-            work.statistics,
-            work.profiles,
-            work.bounds,
-            self._vocab_size,
-            work.groups,
-            work.chunks,
-            **sizes,
-            num_warps=_BOUND_WARPS if path.ranked else 1,
-        )
-        gather_candidates[(work.parts, count)](
-            logits,
-            choices.slots,
-            choices.positions,
-            *state,
-            work.maxima,
-            work.counts,
-            work.bounds,
-            work.part_counts,
-            work.reached,
-            work.best_keys,
-            listed,
-            work.noises,
-            logits.stride(0),
-            self._vocab_size,
-            work.groups,
-            work.parts,
-            listed.shape[2],
-            TILE_GROUPS=TILE_GROUPS,
-            TILES=PART_GROUPS // TILE_GROUPS,
-            **self._adjustments(choices, path),
-            CHOOSES=picks,
-            FAST=self._fast,
-            THREADS=32 * _LIST_WARPS,
-            num_warps=_LIST_WARPS,
-        )
-        if picks:
-            wide = triton.next_power_of_2(work.parts)
-            pick[(count,)](
-                choices.slots,
-                *state[:2],
-                work.statistics,
-                work.part_counts,
-                work.reached,
-                work.best_keys,
-                listed,
-                work.noises,
-                ids,
-                work.chunks,
-                work.parts,
-                listed.shape[2],
-                PART_GROUPS * v.GROUP.value,
-                CHUNKS=sizes["CHUNKS"],
-                PARTS=wide,
-                WIDTH=max(1, _PICK_BLOCK // wide),
-                num_warps=_PICK_WARPS,
-            )
-            return
-        select[(count,)](
-            choices.slots,
-            choices.positions,
-            *state[:2],
-            work.statistics,
-            work.counts,
-            work.bounds,
-            listed,
-            ids,
-            work.support,
-            work.mass,
-            self._vocab_size,
-            work.chunks,
-            listed.shape[2],
-            CHUNKS=sizes["CHUNKS"],
-            TELLS=self._tells(choices, path),
-            FAST=self._fast,
-            BLOCK=_SELECT_BLOCK,
-            PART=_SELECT_PART,
-            num_warps=_ROW_WARPS,
+    def _wide(self, choices: Choices, path: Path) -> WideStep:
+        return WideStep(
+            choices=choices,
+            work=self._workspace,
+            state=self._state(choices, path),
+            adjustments=self._adjustments(choices, path),
+            row_sizes=self._row_sizes,
+            vocab_size=self._vocab_size,
+            ranks=path.ranked,
+            tells=self._tells(choices, path),
+            fast=self._fast,
         )
 
     def _choose(self, choices: Choices, path: Path, ids: Tensor) -> None:

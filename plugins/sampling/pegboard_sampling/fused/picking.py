@@ -2,14 +2,15 @@
 
 Those that take part are a row's first by key, so whatever is best of all of them with its noise and takes part is the
 choice. Does it not, neither do those behind it, and the best of those ahead is next: a few tries at most, mostly one,
-and no need to know who takes part."""
+and no need to know who takes part. Mostly not even that: where so little can lie ahead of the best one that it surely
+takes part, nothing is weighed."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from . import chunks
+from . import bounding, chunks
 from . import values as v
 
 
@@ -40,6 +41,7 @@ def pick(
     floats,
     integers,
     statistics,
+    profiles,
     part_counts,
     reached,
     best_keys,
@@ -67,13 +69,19 @@ def pick(
         top_p = v.number(floats, slot, v.TOP_P)
         if top_p < 1:
             temperature = v.temperature_of(floats, integers, slot)
-            _, peak, _, total = chunks.whole_row(statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM)
-            wanted = total.to(tl.float64) * v.UNIT * top_p
+            of_chunks, peak, beside, sums = chunks.each_chunk(
+                statistics, row, chunk_count, temperature, CHUNKS, v.MAXIMUM, v.SUM
+            )
+            wanted = top_p * tl.sum(sums, 0).to(tl.float64)
             own = listed + row * 2 * room
-            beside = noises + row * 4 * room + 2 * room
+            noisy = noises + row * 4 * room + 2 * room
             tries = key > v.LOWEST  # a row that fails has none
             while tries:
-                mass, following = _ahead(own, beside, sizes, span, key, peak, temperature, PARTS, WIDTH)
-                tries = (mass > 0) & (mass.to(tl.float64) >= wanted) & (following > key)
-                key = tl.where(tries, following, key)
+                tries = bounding.may_weigh(
+                    profiles, row, chunk_count, of_chunks, beside, sums, temperature, v.value_of(key), wanted, CHUNKS
+                )
+                if tries:
+                    mass, following = _ahead(own, noisy, sizes, span, key, peak, temperature, PARTS, WIDTH)
+                    tries = (mass > 0) & (mass.to(tl.float64) >= wanted * v.UNIT) & (following > key)
+                    key = tl.where(tries, following, key)
         tl.store(ids_out + row, v.id_of(key).to(tl.int64))

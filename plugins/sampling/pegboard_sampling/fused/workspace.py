@@ -13,7 +13,7 @@ from .best import SCRATCH
 from .chunks import COLUMNS
 
 #: Groups of 128 logits that a program reads; that one reads again at a time to list candidates, and in all.
-CHUNK_GROUPS, TILE_GROUPS, PART_GROUPS = 32, 16, 32
+CHUNK_GROUPS, TILE_GROUPS, PART_GROUPS = 32, 8, 16
 
 
 class Workspace:

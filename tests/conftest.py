@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,13 @@ class SupportTable:
             rows = sorted((what, tests) for (a, what), tests in self.passed.items() if a == area)
             lines += [f"| {what} | {', '.join(f'`{test}`' for test in sorted(tests))} |" for what, tests in rows]
         self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Closing an engine collects garbage: what libraries and earlier modules hold need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, skip in skips.items():
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 class SupportTable:

@@ -115,6 +115,7 @@ def test_it_mixes_what_torch_does(dtype: torch.dtype, heads: int, shared: int, s
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs in itself")
+@pytest.mark.long
 def test_under_the_interpreter(run_interpreted: Callable[[Path], str]) -> None:
     count = len(SHAPES) + len(MORE) * bool(os.environ.get("PEGBOARD_FULL"))
     assert f"{count} passed" in run_interpreted(Path(__file__))

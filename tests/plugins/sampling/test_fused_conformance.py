@@ -128,5 +128,6 @@ class TestOnCuda(SamplerSuite):
 
 @pytest.mark.supports("Sampling", "every parameter in Triton, without sorting the vocabulary (part fused)")
 @pytest.mark.skipif(INTERPRETED, reason="runs in itself")
+@pytest.mark.long
 def test_under_the_interpreter(run_interpreted: Callable[[Path], str]) -> None:
     run_interpreted(Path(__file__))

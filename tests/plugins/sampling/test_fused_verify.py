@@ -377,5 +377,6 @@ def test_probs_are_wanted_by_rejection_alone() -> None:
 
 @pytest.mark.supports("Sampling", "drafts verified in Triton, coupled and by rejection (part fused)")
 @pytest.mark.skipif(INTERPRETED, reason="runs in itself")
+@pytest.mark.long
 def test_under_the_interpreter(run_interpreted: Callable[[Path], str]) -> None:
     run_interpreted(Path(__file__))

@@ -21,14 +21,14 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/pegboard models pull smollm2-135m-instruct
-	$(BIN)/python -m pytest -n $(JOBS) -m "not full"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full"
 
 test-full: $(VENV)/.dev
 	$(BIN)/pegboard models pull smollm2-135m-instruct
-	PEGBOARD_FULL=1 $(BIN)/python -m pytest -n $(JOBS)
+	PEGBOARD_FULL=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 support: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "not full" --support-table=docs/support.md
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" --support-table=docs/support.md
 
 reference: $(VENV)/.dev
 	$(BIN)/python tests/docs/reference.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, skip in skips.items():
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 class SupportTable:
@@ -98,6 +100,13 @@ class SupportTable:
             rows = sorted((what, tests) for (a, what), tests in self.passed.items() if a == area)
             lines += [f"| {what} | {', '.join(f'`{test}`' for test in sorted(tests))} |" for what, tests in rows]
         self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Closing an engine collects garbage: what libraries and earlier modules hold need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -242,6 +242,7 @@ def test_explained_used_and_missed_when_uninstalled(
         forget()
 
 
+@pytest.mark.long
 def test_their_own_tests_pass(site: Path) -> None:
     folder = ROOT / "examples" / "third_party"
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTEST_ADDOPTS", "PEGBOARD_FULL")}

@@ -3,10 +3,12 @@ machine code; runs tests under Triton's interpreter."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,19 +54,19 @@ class _Device:
         return 0
 
 
-def _read(name: str, code: bytes, shared: int, layouts: str, folder: Path) -> Compiled:
+@functools.cache  # Triton keeps what it compiled for the process, too
+def _read(name: str, code: bytes, shared: int, layouts: str) -> Compiled:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    path = folder / f"{name}.cubin"
-    path.write_bytes(code)
-
-    def dump(what: str) -> str:
-        return subprocess.run([tool, what, path], capture_output=True, text=True, check=True).stdout
-
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.cubin"
+        path.write_bytes(code)
+        command = [tool, "-res-usage", "-sass", path]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usages, _, sass = told.partition("\n\tcode for ")
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", usages)
     assert usage is not None
-    sass = dump("-sass")
     found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", sass, re.MULTILINE)
     return Compiled(name, int(usage[1]), int(usage[2]), shared, Counter(found), layouts, sass)
 
@@ -85,7 +87,7 @@ def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> Any:
             kernel = run(self, *args, grid=grid, warmup=True, **rest)
             asm = kernel.asm
-            made.append(_read(self.fn.__name__, asm["cubin"], kernel.metadata.shared, asm["ttgir"], tmp_path))
+            made.append(_read(self.fn.__name__, asm["cubin"], kernel.metadata.shared, asm["ttgir"]))
             return kernel
 
         with monkeypatch.context() as patch:

@@ -47,6 +47,7 @@ def run(*command: str, cwd: Path, paths: Sequence[Path] = (), timeout: int = 300
     return done.stdout
 
 
+@pytest.mark.long
 def test_their_tests_pass_where_they_lie(tmp_path: Path) -> None:
     """The suite of each role, the tests of its own, and an engine with it: from the folders, without an installation,
     in one process, since starting one takes longer than the tests."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ PROMPTS = [[1, 17, 42, 200, 3], [9, 8, 7, *range(30, 70)]]
 USED = {"device": "cpu", "attention": "torch", "ops": "torch", "sampler": "torch"}
 #: Of the tiny model.
 WIDTH, MLP, LAYERS = 64, 96, 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(tiny_path: Path) -> Iterator[None]:
-    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Offer:

@@ -95,8 +95,6 @@ def made_kit() -> Kit:
 
 @pytest.fixture(scope="module")
 def made(tiny_path: Path, made_kit: Kit, good: Any) -> Iterator[Engine]:
-    gc.collect()
-    gc.freeze()  # closing an engine collects garbage: what the libraries hold need not be looked at each time
     with Engine(
         tiny_path,
         device="cpu",
@@ -108,7 +106,6 @@ def made(tiny_path: Path, made_kit: Kit, good: Any) -> Iterator[Engine]:
         sampler="slow",
     ) as engine:
         yield engine
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
 import time
@@ -49,15 +48,6 @@ def oracle(tiny_path: Path) -> Callable[[Sequence[int], int], tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def good(oracle: Callable[..., tuple[int, ...]]) -> tuple[int, ...]:
     return oracle(PROMPT, 8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(good: Any) -> Iterator[None]:
-    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

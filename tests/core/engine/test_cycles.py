@@ -17,7 +17,10 @@ import torch
 from pegboard import Engine, SamplingParams
 from pegboard.testing import isolated_engine, isolated_registry
 
-CYCLES = 50 if os.environ.get("PEGBOARD_FULL") else 12
+FULL = bool(os.environ.get("PEGBOARD_FULL"))
+CYCLES = 50 if FULL else 12
+#: With every allocation traced, which is slow: each kind of cycle once.
+TRACED = 50 if FULL else 6
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [list(range(3, 40)), [5, 6, 7]]
@@ -50,6 +53,7 @@ def cycle(path: Path, index: int) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, trims glibc's memory")
+@pytest.mark.long
 def test_opening_and_closing_again_and_again_leaves_nothing(tiny_path: Path) -> None:
     """Memory is what it was after the first cycles, which fill the caches of libraries: tensors and threads to the
     byte, the process but for what fragments of freed memory take."""
@@ -75,14 +79,14 @@ def test_python_objects_do_not_add_up(tiny_path: Path) -> None:
         cycle(tiny_path, 0)
         gc.collect()
         first = tracemalloc.get_traced_memory()[0]
-        for index in range(1, CYCLES + 1):
+        for index in range(1, TRACED + 1):
             cycle(tiny_path, index)
         gc.collect()
         traced = tracemalloc.get_traced_memory()[0] - first
     finally:
         tracemalloc.stop()
     # A few kB a cycle, ever fewer, are the interpreter's own; 300 kB are far below one engine a few cycles.
-    assert traced < 300_000, f"{traced} bytes of Python objects in {CYCLES} cycles"
+    assert traced < 300_000, f"{traced} bytes of Python objects in {TRACED} cycles"
 
 
 def test_engines_with_different_plugins_in_threads_do_not_feel_each_other(tiny_path: Path) -> None:
@@ -100,7 +104,7 @@ def test_engines_with_different_plugins_in_threads_do_not_feel_each_other(tiny_p
 
     def drive(settings: dict[str, Any]) -> None:
         try:
-            for _ in range(4 if os.environ.get("PEGBOARD_FULL") else 2):
+            for _ in range(4 if FULL else 2):
                 with isolated_engine(tiny_path, dtype="float64", **settings) as engine:
                     for _ in range(3):
                         found = [[o.token_ids for o in engine.generate(PROMPTS, s)] for s in (GREEDY, SAMPLED)]

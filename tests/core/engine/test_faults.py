@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +188,6 @@ FAULTS: dict[str, tuple[Callable[[Kit, Trip], None], int, str]] = {
     "executor.retire": (_retire, 4, "reading a step's result"),
     "scheduler.commit": (_commit, 4, "committing a step"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(good: Any) -> Iterator[None]:
-    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

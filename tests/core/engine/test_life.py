@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,6 @@ def good(tiny_path: Path) -> tuple[int, ...]:
         for _ in range(8):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return tuple(ids[len(PROMPT) :])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(good: Any) -> Iterator[None]:
-    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Slow:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +86,6 @@ def arrives(condition: Callable[[], bool]) -> bool:
             return True
         time.sleep(0.002)
     return False
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(tiny_path: Path) -> Iterator[None]:
-    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -489,6 +489,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("seconds", "round_seconds"), [(6.0, 1.0), pytest.param(600.0, 10.0, marks=pytest.mark.full)], ids=["short", "long"]
 )
+@pytest.mark.long
 def test_soak(path: Path, templates: list[Template], seconds: float, round_seconds: float) -> None:
     soaks = [Soak(path, templates, ahead) for ahead in (0, 2)]
     history = []

@@ -221,10 +221,25 @@ TIGHT: dict[str, Any] = {
 }
 
 
+#: What the ordinary run drafts by each proposer, with much memory and with little: each way with each amount, and those
+#: that are often right both behind and ahead of the host.
+OFTEN: dict[str, list[tuple[str, int, str]]] = {
+    "nonsense": [("local", 0, "roomy"), ("ahead", 1, "tight")],
+    "nothing": [("ahead", 1, "roomy"), ("local", 2, "tight")],
+    "gaps": [("local", 2, "roomy"), ("local", 0, "tight")],
+    "oracle": [("local", 0, "roomy"), ("local", 2, "tight"), ("ahead", 1, "tight")],
+    "bush": [("local", 2, "roomy"), ("local", 0, "tight"), ("ahead", 1, "tight")],
+    "ngram": [("ahead", 1, "roomy"), ("local", 2, "tight")],
+    "draft_model": [("local", 0, "roomy"), ("local", 2, "tight"), ("ahead", 1, "tight")],
+}
+WAYS = [(*way, memory) for way in (("local", 0), ("local", 2), ("ahead", 1)) for memory in ("roomy", "tight")]
+
+
 @pytest.mark.supports("Decoding", "speculative decoding, verified with shared noise: the same tokens as without")
-@pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
-@pytest.mark.parametrize(("executor", "run_ahead"), [("local", 0), ("local", 2), ("ahead", 1)])
-@pytest.mark.parametrize("name", ["nonsense", "nothing", "gaps", "oracle", "bush", "ngram", "draft_model"])
+@pytest.mark.parametrize(
+    ("name", "executor", "run_ahead", "memory"),
+    [pytest.param(n, *way, marks=() if way in OFTEN[n] else pytest.mark.full) for n in OFTEN for way in WAYS],
+)
 def test_the_same_tokens_as_without(
     model: Path,
     drafter: Path,
@@ -232,8 +247,9 @@ def test_the_same_tokens_as_without(
     name: str,
     executor: str,
     run_ahead: int,
-    settings: dict[str, Any],
+    memory: str,
 ) -> None:
+    settings = TIGHT if memory == "tight" else ROOMY
     options = {"model": str(drafter), "drafts": 2} if name == "draft_model" else {}
     speculator = {"use": name, "options": options}
     found = outputs(
@@ -246,11 +262,19 @@ def test_the_same_tokens_as_without(
 
 @pytest.mark.supports("Decoding", "speculative decoding with trained heads (Medusa, EAGLE), the same tokens as without")
 @pytest.mark.parametrize(
-    ("executor", "run_ahead", "settings"),
-    [("local", 0, ROOMY), ("local", 2, TIGHT), ("ahead", 1, TIGHT)],
-    ids=["local", "tight", "ahead"],
+    ("name", "executor", "run_ahead", "settings"),
+    [
+        pytest.param("medusa", "local", 0, ROOMY, id="medusa-local"),
+        pytest.param("medusa", "local", 2, TIGHT, id="medusa-tight"),
+        pytest.param("medusa", "ahead", 1, TIGHT, id="medusa-ahead", marks=pytest.mark.full),
+        pytest.param("medusa tree", "local", 0, ROOMY, id="medusa tree-local"),
+        pytest.param("medusa tree", "local", 2, TIGHT, id="medusa tree-tight", marks=pytest.mark.full),
+        pytest.param("medusa tree", "ahead", 1, TIGHT, id="medusa tree-ahead"),
+        pytest.param("eagle", "local", 0, ROOMY, id="eagle-local", marks=pytest.mark.full),
+        pytest.param("eagle", "local", 2, TIGHT, id="eagle-tight"),
+        pytest.param("eagle", "ahead", 1, TIGHT, id="eagle-ahead"),
+    ],
 )
-@pytest.mark.parametrize("name", ["medusa", "medusa tree", "eagle"])
 def test_heads_give_the_same_tokens(
     model: Path,
     heads: dict[str, Path],

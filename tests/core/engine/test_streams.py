@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import time
@@ -108,17 +107,6 @@ class Script:
         name = next(self._names)
         self.sampler.scripts[name] = list(ids)
         return [*name, 9]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
-    import transformers  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

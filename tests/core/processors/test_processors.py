@@ -259,11 +259,16 @@ def test_beside_drafts_and_beams(tiny_path: Path, depth: int) -> None:
 
 @pytest.mark.supports("Sampling", "logits processors and drafts in one request")
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"kv_memory": 300_000, "max_length": 128}, {"executor": "ahead"}],
-    ids=["roomy", "tight", "drafts stay on the device"],
+    ("depth", "settings"),
+    [
+        pytest.param(0, {}, id="0-roomy"),
+        pytest.param(2, {}, id="2-roomy", marks=pytest.mark.full),
+        pytest.param(0, {"kv_memory": 300_000, "max_length": 128}, id="0-tight", marks=pytest.mark.full),
+        pytest.param(2, {"kv_memory": 300_000, "max_length": 128}, id="2-tight"),
+        pytest.param(0, {"executor": "ahead"}, id="0-drafts stay on the device", marks=pytest.mark.full),
+        pytest.param(2, {"executor": "ahead"}, id="2-drafts stay on the device"),
+    ],
 )
-@pytest.mark.parametrize("depth", [0, 2])
 def test_with_drafts_of_its_own(tiny_path: Path, depth: int, settings: dict[str, Any]) -> None:
     """Tokens and the model's own log-probabilities are those without a speculator, whatever becomes of drafts."""
     kinds: list[dict[str, Any]] = [

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,6 @@ NOISE = SamplingParams(seed=11, max_tokens=14, ignore_eos=True, logprobs=2, prom
 #: Named, so that the parts of a test's plugin object are no candidates.
 USED = {"device": "cpu", "attention": "torch", "ops": "torch", "sampler": "torch", "executor": "local"}
 ALL = {"attention": "torch", "ops": "torch", "sampler": "torch", "every": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(tiny_path: Path) -> Iterator[None]:
-    """Closing an engine collects garbage: what the libraries hold need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Offer:

@@ -221,6 +221,7 @@ FACTS: list[dict[str, Any]] = [
 
 @pytest.mark.supports("Attention", "FlashAttention-2, forward over pages and backward (part flash_attention_2)")
 @compiled
+@pytest.mark.long
 def test_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]

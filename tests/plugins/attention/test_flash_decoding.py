@@ -392,6 +392,7 @@ def test_refusals_say_what_is_wrong() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs it")
+@pytest.mark.long
 def test_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]

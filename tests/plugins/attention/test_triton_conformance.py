@@ -26,6 +26,7 @@ on_gpu = [pytest.mark.gpu, compiled]
 
 @pytest.mark.supports("Attention", "INT8 and FP8 K/V caches, prefill (part flash_attention_2)")
 @compiled
+@pytest.mark.long
 def test_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]

@@ -364,6 +364,7 @@ def test_a_dense_checkpoint_has_nothing_for_it(
 
 @pytest.mark.skipif(vectors.WIDTH != 16, reason="this CPU has no wider vectors than AVX2's")
 @pytest.mark.parametrize("name", ["haswell", pytest.param("skylake-avx512", marks=pytest.mark.full)])
+@pytest.mark.long
 def test_cpus_without_products_of_four_bytes(name: str, tmp_path: Path) -> None:
     """AVX2, and AVX-512 without VNNI, which add pairs of products in 16 bits."""
     features = "+avx2,+fma,+avx,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2,+popcnt,+cx16,+lzcnt,+f16c,+64bit"

@@ -52,6 +52,7 @@ def run(body: str, **environment: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.long
 def test_what_the_disk_gives_is_right(tmp_path: Path) -> None:
     """Other code than what ran when it was compiled: a kernel from the disk holds its own copy of all it calls."""
     first = run(BODY, NUMBA_CACHE_DIR=str(tmp_path))

@@ -26,6 +26,8 @@ from pegboard.ops import TorchOps
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 RUNS = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or Triton's interpreter")
+#: Sizes and counts that the interpreter takes long for and that are much like the others.
+MORE = pytest.mark.full if INTERPRETED else ()
 FLOATS = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 NEED = OpsNeed(
     device=DeviceFacts(type="cuda", capability=torch.cuda.get_device_capability() if DEVICE == "cuda" else (8, 0)),
@@ -139,8 +141,14 @@ def exact(x: Tensor, linear: DenseLinear, norm: Norm | None, activation: str | N
 
 
 @RUNS
-@pytest.mark.parametrize("inputs", [64, 200, 1024, 1152, 3072])
-@pytest.mark.parametrize("outputs", [6, 34])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [
+        *((6, inputs) for inputs in (64, 200, 1024, 1152, 3072)),
+        *((34, inputs) for inputs in (64, 1152)),
+        *(pytest.param(34, inputs, marks=MORE) for inputs in (200, 1024, 3072)),
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_project(ops: Any, inputs: int, outputs: int, rows: int) -> None:
     x, linear = random(rows, inputs), DenseLinear(random(outputs, inputs, seed=1) * 0.1, random(outputs, seed=2))
@@ -167,8 +175,10 @@ def test_project(ops: Any, inputs: int, outputs: int, rows: int) -> None:
 
 
 @RUNS
-@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 1024), (1100, 512), (2056, 512)])
-@pytest.mark.parametrize("rows", [2, 5, 16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [pytest.param(1024, 1024, marks=MORE), (1100, 512), pytest.param(2056, 512, marks=MORE)]
+)
+@pytest.mark.parametrize("rows", [2, pytest.param(5, marks=MORE), 16])
 def test_project_few_rows(ops: Any, outputs: int, inputs: int, rows: int) -> None:
     x, linear = random(rows, inputs), DenseLinear(random(outputs, inputs, seed=1) * 0.1, random(outputs, seed=2))
     plain = DenseLinear(linear.weight)
@@ -429,6 +439,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs it")
+@pytest.mark.long
 def test_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]

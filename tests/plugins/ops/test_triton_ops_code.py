@@ -105,7 +105,7 @@ def test_one_row(compile_for: Callable[..., Any], capability: int) -> None:
     assert all((found.instructions["ACQBULK"] > 0) == (capability == 90) for found in made), "dependent launch"
 
 
-@pytest.mark.parametrize("rows", [2, 16, 32, 64])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.full), 16, 32, 64])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_rows_whose_weights_are_held(compile_for: Callable[..., Any], capability: int, rows: int) -> None:
     ops = make_ops(capability)

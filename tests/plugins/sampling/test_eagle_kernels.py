@@ -61,15 +61,19 @@ def caches(dtype: torch.dtype, heads: int, shared: int, size: int, **rope: Any) 
 
 SHAPES = [
     (torch.float32, 4, 2, 8, {}),
-    (torch.float32, 9, 3, 64, {"partial_rotary_factor": 0.5}),
-    (torch.float16, 6, 1, 40, {}),
+    (torch.float16, 6, 1, 40, {"partial_rotary_factor": 0.5}),
     # The interpreter multiplies bfloat16 as the integers that stand for it
     (torch.float16 if INTERPRETED else torch.bfloat16, 2, 2, 128, {}),
 ]
+#: Much like the others, and long for the interpreter.
+MORE = [(torch.float32, 9, 3, 64, {"partial_rotary_factor": 0.5}), (torch.float16, 6, 1, 40, {})]
 
 
 @here
-@pytest.mark.parametrize(("dtype", "heads", "shared", "size", "rope"), SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "shared", "size", "rope"),
+    [*SHAPES, *(pytest.param(*shape, marks=pytest.mark.full if INTERPRETED else ()) for shape in MORE)],
+)
 def test_it_mixes_what_torch_does(dtype: torch.dtype, heads: int, shared: int, size: int, rope: dict[str, Any]) -> None:
     """Prompts in pieces, from the first entry and from behind a cached prefix, then steps that keep some of their
     entries; what is beyond them is NaN."""
@@ -111,8 +115,10 @@ def test_it_mixes_what_torch_does(dtype: torch.dtype, heads: int, shared: int, s
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs in itself")
+@pytest.mark.long
 def test_under_the_interpreter(run_interpreted: Callable[[Path], str]) -> None:
-    assert f"{len(SHAPES)} passed" in run_interpreted(Path(__file__))
+    count = len(SHAPES) + len(MORE) * bool(os.environ.get("PEGBOARD_FULL"))
+    assert f"{count} passed" in run_interpreted(Path(__file__))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")

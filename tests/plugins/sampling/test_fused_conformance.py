@@ -79,7 +79,7 @@ if INTERPRETED:
     @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
     class TestInterpreted(SamplerSuite):
         part = Interpreted
-        grid = "small"
+        grid = "normal" if FULL else "small"
         dtypes = ("float32", "float16") if FULL else ("float32",)
         claims = ("verify", "trees", "batch_invariant")
         exempt = {
@@ -99,7 +99,9 @@ if INTERPRETED:
             told = zip(found.top_ids[0].tolist(), found.top_values[0].tolist(), strict=True)
             assert {id for id, value in told if value > -math.inf} == allowed
 
-        @pytest.mark.parametrize("form", ["flat", "tied", pytest.param("falling", marks=pytest.mark.full)])
+        @pytest.mark.parametrize(
+            "form", ["tied", *(pytest.param(form, marks=pytest.mark.full) for form in ("flat", "falling"))]
+        )
         def test_the_best_that_takes_part(self, candidate: Candidate, form: str) -> None:
             """More than one part of a row, and rows that fail among the others."""
             vocab, count = 4500, len(UNCOUNTED)
@@ -153,5 +155,6 @@ class TestOnCuda(SamplerSuite):
 
 @pytest.mark.supports("Sampling", "every parameter in Triton, without sorting the vocabulary (part fused)")
 @pytest.mark.skipif(INTERPRETED, reason="runs in itself")
+@pytest.mark.long
 def test_under_the_interpreter(run_interpreted: Callable[[Path], str]) -> None:
     run_interpreted(Path(__file__))

@@ -133,8 +133,14 @@ def test_products(rows: int, outputs: int, inputs: int, group: int, dtype: torch
 
 
 @RUNS
-@pytest.mark.parametrize("rows", [1, 3, 7, 40, 100, 300, 1100])
-@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(
+    ("group", "rows"),
+    [
+        *((128, rows) for rows in (1, 3, 7, 40, 100, 300, 1100)),
+        *((32, rows) for rows in (1, 7, 300)),
+        *(pytest.param(32, rows, marks=pytest.mark.full if INTERPRETED else ()) for rows in (3, 40, 100, 1100)),
+    ],
+)
 def test_sums_with_a_residual(rows: int, group: int) -> None:
     from pegboard_quant.int4.cuts import Cut
 
@@ -244,6 +250,7 @@ def test_graphs_repeat_bit_for_bit(rows: int, group: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is what runs it")
+@pytest.mark.long
 def test_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", _INTERPRETED]

@@ -45,7 +45,7 @@ SHAPES = {
     "mlp.up_proj": (INNER, SIZE),
     "mlp.down_proj": (SIZE, INNER),
 }
-NOISES = (0.0, 0.05, 0.15)
+NOISES = (0.0, 0.02, 0.06)
 
 
 def layer(index: int, *, silent: bool) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ class HeadsReport(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     parameters: int
     #: Tokens with their states that were learnt from, and steps of the optimiser.
-    tokens: int
+    tokens_learnt: int
     steps: int
     #: Mean over the first and the last tenth of the steps.
     first_loss: float

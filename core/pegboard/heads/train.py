@@ -90,7 +90,7 @@ def train_heads(
     report = HeadsReport(
         kind=kind,
         parameters=sum(part.numel() for part in trainer.parameters),
-        tokens=found,
+        tokens_learnt=found,
         steps=len(losses),
         first_loss=sum(losses[:tenth]) / tenth,
         last_loss=sum(losses[-tenth:]) / tenth,

@@ -404,7 +404,7 @@ def test_a_broken_rule_is_caught_by_its_test(broken: type[Scheduler]) -> None:
 
 
 def test_random_use_finds_it_too() -> None:
-    few = type("Few", (suite_of(EndsTwice),), {"grid": "small", "depths": (0,)})
+    few = type("Few", (suite_of(EndsTwice),), {"grid": "normal", "depths": (0,)})
     (outcome,) = run_suite(few, "test_random_use")
     assert outcome.result == "failed"
     assert "ends twice" in outcome.reason

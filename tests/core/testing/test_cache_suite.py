@@ -390,7 +390,7 @@ def test_long_random_use_finds_it_too(broken: type[CacheManager]) -> None:
 
 
 def test_random_use_finds_it_too() -> None:
-    few = type("Few", (suite_of(NoFences),), {"grid": "small", "paged": (("full",),)})
+    few = type("Few", (suite_of(NoFences),), {"grid": "normal", "paged": (("full",),)})
     (outcome,) = run_suite(few, "test_random_use")
     assert outcome.result == "failed"
 

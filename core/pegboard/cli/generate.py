@@ -25,11 +25,15 @@ from .engine_options import (
 )
 
 if TYPE_CHECKING:
-    from ..request import Delta, RequestOutput
+    from ..request import Completion, Delta, RequestOutput
 
 
 def generate(
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="May be repeated; '-' reads standard input.")],
+    context: typer.Context,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="May be repeated; '-' reads standard input.")
+    ] = None,
+    ids: Annotated[list[str] | None, typer.Option("--ids", help="A prompt of token ids, 1,17,42.")] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
@@ -48,7 +52,11 @@ def generate(
     num_beams: Annotated[int, typer.Option(help="Beam search of so many beams, if above 1.")] = 1,
     length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours long texts.")] = 1.0,
     early_stopping: Annotated[str, typer.Option(help="Beam search: true, false or never.")] = "false",
-    best_of: Annotated[int | None, typer.Option(help="Draw so many texts, print the most probable one.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Texts of each prompt.")] = 1,
+    best_of: Annotated[int | None, typer.Option(help="Draw so many texts, print the n most probable ones.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities of each token, and of so many best ones.")
+    ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="A file with a JSON schema: the text is JSON that it allows.")
     ] = None,
@@ -57,12 +65,19 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line.")] = False,
 ) -> None:
     """Generate text. One prompt is streamed; several run together and are printed in order."""
+    from ..comparing.prompts import parse_ids
     from ..contracts.sampler import SamplingParams
     from ..request import Request
 
+    if not prompt and not ids:
+        raise typer.BadParameter("give a text, or token ids by --ids", ctx=context, param_hint="'--prompt' / '-p'")
     if system is not None and not chat:
         raise InvalidRequest("--system needs --chat")
-    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt]
+    if chat and ids:
+        raise InvalidRequest("--chat puts texts into a template, not --ids: leave one of them out")
+    if logprobs is not None and not as_json:
+        raise InvalidRequest("--logprobs needs --json")
+    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ()]
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -78,7 +93,9 @@ def generate(
         num_beams=num_beams,
         length_penalty=length_penalty,
         early_stopping=_early_stopping(early_stopping),
+        n=n,
         best_of=best_of,
+        logprobs=logprobs,
         processors=_structured(json_schema, regex),
     )
     with open_engine(model, config, overrides, quiet=as_json, processors=tuple(sampling.processors)) as engine:
@@ -90,12 +107,20 @@ def generate(
             else Request(prompt=text, sampling=sampling)
             for text in texts
         ]
-        if len(requests) == 1 and not as_json:
+        requests += [Request(prompt=parse_ids(text, "--ids"), sampling=sampling) for text in ids or ()]
+        has_text = engine.has_tokenizer
+        if len(requests) == n == 1 and not as_json and has_text:
             print_stream(engine.stream(requests[0]))
             return
         outputs = engine.generate(requests, progress=not as_json and sys.stderr.isatty())
     for output in outputs:
-        print(_line(output) if as_json else output.text)
+        if as_json:
+            print(_line(output))
+            continue
+        for completion in output.completions:
+            if n > 1:
+                print(f"--- {completion.index + 1} of {n}")
+            print(completion.text if has_text else ",".join(map(str, completion.token_ids)))
     failed = [output.error for output in outputs if output.error is not None]
     if failed:
         if as_json:  # each line carries its own error
@@ -140,10 +165,20 @@ def print_stream(deltas: Iterator[Delta]) -> str:
 
 
 def _line(output: RequestOutput) -> str:
-    data = {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "metrics": output.metrics,
+    """The first text beside the others, if there are."""
+    texts = [_facts(completion) for completion in output.completions]
+    first = texts[0] if texts else _facts(output)
+    more = {"completions": texts} if len(texts) > 1 else {}
+    failed = {} if output.error is None else {"error": output.error}
+    return msgspec.json.encode({**first, **more, **failed}).decode()
+
+
+def _facts(found: Completion | RequestOutput) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "text": found.text,
+        "token_ids": found.token_ids,
+        "finish_reason": found.finish_reason,
+        "metrics": found.metrics,
     }
-    return msgspec.json.encode(data if output.error is None else {**data, "error": output.error}).decode()
+    asked = {name: getattr(found, name, None) for name in ("score", "logprobs")}
+    return facts | {name: value for name, value in asked.items() if value is not None}

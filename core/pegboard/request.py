@@ -81,7 +81,9 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
         """Return self, or raise DeadlineExceeded or RequestFailed when a completion ended so."""
         if self.error is not None:
             late = any(c.finish_reason == "deadline" for c in self.completions)
-            raise (DeadlineExceeded if late else RequestFailed)(f"request {self.id}: {self.error}")
+            raise (DeadlineExceeded if late else RequestFailed)(
+                f"request {self.id}: {self.error}" if self.id else self.error
+            )
         return self
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from .contracts.attention import AttentionLayer, AttentionNeed, KVLayout
 from .errors import PluginError
 from .plan import ChosenPart
+from .registry.interfaces import class_method
 from .registry.parts import RegisteredPart
 from .registry.registry import Registry
 
@@ -32,7 +33,12 @@ class Selection:
         """Call a class method of a winner that describes something."""
         entry = self._entry(where)
         with entry.blamed(method):
-            return getattr(entry.load(), method)(*arguments)
+            return class_method(role_of(where), entry.load(), method)(*arguments)
+
+    def call(self, where: str, made: Any, method: str, *arguments: Any) -> None:
+        """A method of what a winner has made."""
+        with self._entry(where).blamed(method):
+            getattr(made, method)(*arguments)
 
     def layouts(self, where: str, need: AttentionNeed, layer: AttentionLayer) -> Sequence[KVLayout]:
         """What an attention backend reads for a layer, best first."""

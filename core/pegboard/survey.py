@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from msgspec.structs import replace
+from pydantic import BaseModel
 
 from .config import EngineConfig, PartChoice, unknown_allowed
 from .contracts.attention import AttentionNeed
@@ -38,7 +39,21 @@ from .selection import Selection, role_of
 from .text import Tokenizer, has_tokenizer, load_tokenizer, no_tokenizer
 
 #: With the last token their ancestors are bits of 63.
+_HIDDEN: Final = ("none", "kept", "all")
 _MOST_IN_TREE = 62
+
+
+def spec_problems(spec: SpeculatorSpec) -> list[str]:
+    """Fields that hold what they can't."""
+    least = {"drafts": 1, "weight_bytes": 0} | ({} if spec.depth is None else {"depth": 1})
+    wrong = [
+        f"{name} is {getattr(spec, name)!r}, must be a whole number from {number} on"
+        for name, number in least.items()
+        if type(getattr(spec, name)) is not int or getattr(spec, name) < number
+    ]
+    if spec.hidden not in _HIDDEN:
+        wrong.append(f"hidden is {spec.hidden!r}, must be one of {', '.join(_HIDDEN)}")
+    return wrong
 
 
 class Survey:
@@ -103,10 +118,12 @@ class Survey:
             return None
         selection = self.selection
         spec = selection.ask("speculator", "describe", self.speculator_need, selection.options("speculator"))
-        if not isinstance(spec, SpeculatorSpec) or spec.drafts < 1:
+        wrong = ["it is no SpeculatorSpec"] if not isinstance(spec, SpeculatorSpec) else spec_problems(spec)
+        if wrong:
             named = self.parts["speculator"].name
-            raise PluginError(f"speculator {named!r}: describe returned {spec!r}, no SpeculatorSpec with drafts")
-        return spec
+            raise PluginError(f"speculator {named!r}: describe returned {spec!r}: {'; '.join(wrong)}")
+        found: SpeculatorSpec = spec
+        return found
 
     def _speculation_problems(self) -> list[str]:
         spec = self.speculation
@@ -228,7 +245,14 @@ class Survey:
         """By name, in the config's order."""
         selection = self.selection
         places = [where for where in self.parts if where.startswith("logits_processors")]
-        return {self.parts[where].name: selection.create(where, self.processor_need) for where in places}
+        made = {self.parts[where].name: selection.create(where, self.processor_need) for where in places}
+        for name, processor in made.items():
+            model = processor.arguments
+            if model is not None and not (isinstance(model, type) and issubclass(model, BaseModel)):
+                raise PluginError(
+                    f"logits processor {name!r}: arguments is {model!r}, must be a pydantic model or None"
+                )
+        return made
 
     @property
     def reference_needs(self) -> dict[str, Any]:

@@ -23,6 +23,14 @@ _UNUSED: Final = {
 }
 
 
+_OWN: Final = "takes the model's own log-probabilities"
+_WHY: Final = {
+    "stop": "ends texts at end tokens and stop_token_ids",
+    "best_of": "ranks its beams, num_beams of them",
+    "processors": "does not run logits processors",
+}
+
+
 def beam_problems(params: SamplingParams) -> list[str]:
     """What is wrong with the parameters of beam search, each of which is of the right type and range."""
     if params.num_beams == 1:
@@ -32,7 +40,7 @@ def beam_problems(params: SamplingParams) -> list[str]:
             if getattr(params, name) != default
         ]
     wrong = [
-        f"{name} is {getattr(params, name)!r}; beam search takes the model's own log-probabilities: leave it out"
+        f"{name} is {getattr(params, name)!r}; beam search {_WHY.get(name, _OWN)}: leave it out"
         for name, fine in _UNUSED.items()
         if getattr(params, name) not in fine
     ]

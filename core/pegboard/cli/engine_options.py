@@ -36,12 +36,18 @@ def read_options(
     is named anywhere."""
     from ..config import load_config
     from ..config_sources import read_config
+    from ..errors import ConfigError
 
     values: dict[str, Any] = {} if otherwise is None else {"model": otherwise}
     values |= {} if config is None else read_config(config)
     if model is not None:
         values["model"] = model
-    return load_config(values, overrides or ())
+    try:
+        return load_config(values, overrides or ())
+    except ConfigError as error:
+        if config is None:
+            raise
+        raise ConfigError(f"config {config} is not valid", error.reasons) from None
 
 
 @contextmanager

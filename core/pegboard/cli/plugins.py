@@ -61,7 +61,12 @@ def explain(
     if role is not None:
         decisions = [decision for decision in decisions if decision.role == role]
     data = {"static": bool(note), **decisions_data(decisions, registry.broken)}
-    emit(data, note + decisions_text(decisions, registry.broken), as_json=as_json)
+    text = decisions_text(decisions, registry.broken)
+    if not decisions and role is not None:
+        text = (
+            f"{role}: none is asked for; there are {listed(entry.part.name for entry in registry.parts(role))}\n{text}"
+        )
+    emit(data, note + text, as_json=as_json)
 
 
 @app.command()

@@ -21,7 +21,9 @@ def train_heads(
     ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="A text that the target reads, instead.")] = None,
     drafts: Annotated[int, typer.Option("--drafts", min=1, max=62, help="Drafts a row: Medusa's heads.")] = 3,
-    texts: Annotated[int, typer.Option("--texts", min=1, help="Answers to learn from.")] = 256,
+    texts: Annotated[
+        int, typer.Option("--texts", min=1, help="Answers to learn from, or pieces of the text at most.")
+    ] = 256,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of an answer at most.")] = 96,
     length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a piece of the text.")] = 256,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="How often each is learnt from.")] = 8,

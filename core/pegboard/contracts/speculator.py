@@ -81,11 +81,13 @@ class DraftContext(msgspec.Struct, frozen=True, kw_only=True):
     taps: tuple[Tensor, ...]
     #: The batch of the speculator's own layers, when it has some.
     batch: Batch | None
+    #: Drafts a row that are wanted: `SpeculatorSpec.drafts`, or fewer, near the end of an answer or where fewer pay.
     drafts: int
 
 
 class Drafts(msgspec.Struct, frozen=True, kw_only=True):
-    #: [R, k] int64; -1: no draft here (a row may propose fewer)
+    #: [R, k] int64; k may be less than the drafts that are wanted, and what is beyond them is left out. -1, or what is
+    #: no token of the vocabulary: no draft here.
     ids: Tensor
     #: [R, k] int64: index of each draft's parent among (last token, draft 0, draft 1, ...), which stands before it;
     #: drafts of one parent differ. None: a chain. With a `SpeculatorSpec.depth`, and only then.

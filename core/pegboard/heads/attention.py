@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..contracts.attention import AttentionBackend, AttentionLayer, TextAttention
+from ..contracts.attention import AttentionLayer, TextAttention
 from ..contracts.device import DeviceFacts
 from ..errors import ConfigError
+from ..selection import Selection
 
 
-def text_attention(
-    backend: type[AttentionBackend[object]], device: DeviceFacts
-) -> Callable[[AttentionLayer], TextAttention]:
-    """`backend`: that of the engine's prompts."""
+def text_attention(selection: Selection, device: DeviceFacts) -> Callable[[AttentionLayer], TextAttention]:
+    """From the part that the engine's prompts have."""
 
     def of(layer: AttentionLayer) -> TextAttention:
-        return backend.differentiable(device, layer) or attend_in_torch(layer)
+        return selection.ask("attention", "differentiable", device, layer) or attend_in_torch(layer)
 
     return of
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+from ..errors import ConfigError
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +34,8 @@ class HeadsReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`texts` continuations of up to `tokens` tokens are collected; `length` is that of pieces of a text file."""
+    """`texts` continuations of up to `tokens` tokens are collected, or so many pieces of `length` tokens of a text file
+    at most. ConfigError: numbers that are no such numbers."""
 
     drafts: int = 3
     texts: int = 256
@@ -40,3 +45,14 @@ class HeadsSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 8
     rate: float = 1e-3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is {getattr(self, name)!r}, must be a whole number from 1 on"
+            for name in ("drafts", "texts", "tokens", "length", "epochs", "batch")
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1
+        ]
+        if not isinstance(self.rate, int | float) or not 0 <= self.rate < math.inf:
+            wrong.append(f"rate is {self.rate!r}, must be a number from 0 on")
+        if wrong:
+            raise ConfigError("the settings of the training are not valid", wrong)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -21,7 +22,7 @@ from ..contracts.speculator import HeadText, HeadTrainer, HeadTraining, Speculat
 from ..devices import torch_device
 from ..engine import Engine
 from ..errors import ConfigError
-from ..quantizing.folder import refuse_used, write_tensors
+from ..quantizing.folder import make_folder, refuse_used, write_tensors
 from ..registry.registry import Registry
 from ..request import Request
 from ..survey import Survey, read_tokenizer
@@ -46,7 +47,7 @@ _ROWS: Final = {"cpu": 16, "cuda": 256}
 
 def train_heads(
     model: str | Path,
-    out: Path,
+    out: str | Path,
     *,
     kind: str,
     prompts: Path | None = None,
@@ -58,8 +59,9 @@ def train_heads(
     """Write into the folder `out` what the speculator part `kind` loads beside `model`.
 
     The target answers `prompts` (a file of one a line; without one, prompts that are built in), the first round
-    greedily; or it reads `text`. ConfigError for what can't be done, before anything is computed."""
-    settings = settings or HeadsSettings()
+    greedily; or it reads `text`. ConfigError for what can't be done, before anything is computed. A training that is
+    broken off leaves `out` empty."""
+    settings, out = settings or HeadsSettings(), Path(out)
     refuse_used(out)
     if prompts is not None and text is not None:
         raise ConfigError("prompts and text are two ways to say what is learnt from: name one of them")
@@ -73,19 +75,23 @@ def train_heads(
         trainer = _trainer(survey, speculator, settings, where)
     finally:
         survey.checkpoint.close()
-    common = {"model": model, "device": device, "max_length": _longest([*learnt, *held], settings.tokens)}
+    make_folder(out)
+    reach = max(_longest(learnt) + (settings.tokens if text is None else 1), _longest(held) + settings.tokens)
+    common = {"model": model, "device": device, "max_length": reach}
     say(f"collecting {settings.texts if text is None else len(learnt)} texts")
     texts = _collect(common, learnt, settings, generates=text is None, device=where)
     found = sum(len(part.greedy) for part in texts)
     if not texts:
         raise ConfigError(f"no text has {settings.drafts + 2} tokens: ask for more `tokens`, or fewer `drafts`")
-    _write(out, trainer, {})
-    before = _measure(common, out, kind, held, settings)
-    say(f"{found} tokens; before: {_line(before)}")
-    losses = _train(trainer, texts, settings, say)
-    _write(out, trainer, {})
-    after = _measure(common, out, kind, held, settings)
-    say(f"after: {_line(after)}")
+    with tempfile.TemporaryDirectory(prefix="pegboard-heads-") as folder:
+        _write(Path(folder), trainer, {})
+        before = _measure(common, Path(folder), kind, held, settings)
+        say(f"{found} tokens; before: {_line(before)}")
+        losses = _train(trainer, texts, settings, say)
+        _write(Path(folder), trainer, {})
+        after = _measure(common, Path(folder), kind, held, settings)
+        say(f"after: {_line(after)}")
+        written = (Path(folder) / "model.safetensors").stat().st_size
     tenth = max(1, len(losses) // 10)
     report = HeadsReport(
         kind=kind,
@@ -97,7 +103,7 @@ def train_heads(
         held_out_prompts=len(held),
         before=before,
         after=after,
-        bytes_written=(out / "model.safetensors").stat().st_size,
+        bytes_written=written,
     )
     _write(out, trainer, {"training": {**msgspec.to_builtins(settings), **msgspec.to_builtins(report)}})
     return report
@@ -136,7 +142,7 @@ def _trainer(survey: Survey, speculator: type[Speculator], settings: HeadsSettin
             config=checkpoint.config,
             embedding=matrix if head == _EMBEDDING else checkpoint.read(_EMBEDDING, dtype="float32", device=device),
             head=matrix,
-            attention=text_attention(survey.selection.factory("attention"), survey.device),
+            attention=text_attention(survey.selection, survey.device),
             drafts=settings.drafts,
             seed=settings.seed,
         )
@@ -150,11 +156,13 @@ def _prompts(
     tokenizer, why = read_tokenizer(survey.checkpoint)
     if tokenizer is None:
         raise ConfigError(f"heads are trained on texts: {why}")
+    context = survey.max_length
+    _refuse_lengths(settings, context, reads=text is not None)
     if text is not None:
         found = read_pieces(text, tokenizer, settings.length)
     else:
         found = encode(built_in() if prompts is None else read_lines(prompts), tokenizer)
-    longest = survey.max_length - settings.tokens
+    longest = context - (settings.tokens if text is None else 1)
     found = [prompt for prompt in found if 0 < len(prompt) <= longest]
     held = found[_HELD_OUT - 1 :: _HELD_OUT][:_MOST_HELD_OUT] or found[-1:]
     learnt = [prompt for prompt in found if prompt not in held]
@@ -163,11 +171,24 @@ def _prompts(
             f"two different prompts of at most {longest} tokens are needed, one of them to measure with: "
             f"there are {len(found)}"
         )
-    return learnt, [prompt[: max(1, settings.length // 2)] for prompt in held] if text is not None else held
+    if text is None:
+        return learnt, held
+    half = max(1, min(settings.length // 2, context - settings.tokens))
+    return learnt[: settings.texts], [prompt[:half] for prompt in held]
 
 
-def _longest(prompts: Sequence[Sequence[int]], tokens: int) -> int:
-    return max(map(len, prompts)) + tokens
+def _refuse_lengths(settings: HeadsSettings, context: int, *, reads: bool) -> None:
+    if settings.tokens >= context:
+        raise ConfigError(f"tokens is {settings.tokens}: a prompt and so many do not fit into a context of {context}")
+    if reads and not settings.drafts + 2 <= settings.length < context:
+        raise ConfigError(
+            f"length is {settings.length}; with {settings.drafts} drafts and a context of {context} tokens pieces have "
+            f"{settings.drafts + 2} to {context - 1}"
+        )
+
+
+def _longest(prompts: Sequence[Sequence[int]]) -> int:
+    return max(map(len, prompts))
 
 
 def _collect(
@@ -237,7 +258,6 @@ def _train(
 
 
 def _write(out: Path, trainer: HeadTrainer, more: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     weights = {name: part.detach().to("cpu", torch.bfloat16) for name, part in trainer.weights().items()}
     write_tensors(out / "model.safetensors", weights)
     text = json.dumps({**trainer.config, **more}, indent=2) + "\n"

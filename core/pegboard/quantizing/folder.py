@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,23 @@ from ..text import has_tokenizer, load_tokenizer
 
 
 def refuse_used(folder: Path) -> None:
-    """ConfigError: there is something in it."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """ConfigError: there is something in it, or it can't be made."""
+    try:
+        used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be used: {error.strerror or error}; name another folder") from error
+    if used:
         raise ConfigError(f"{folder} is not empty: name a folder that is new, or empty it")
+    above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} can't be made: {above} is no folder that may be written to; name another one")
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be made: {error.strerror or error}; name another folder") from error
 
 
 def dense_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -31,7 +46,7 @@ def write_folder(
     folder: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], scheme: Mapping[str, Any]
 ) -> None:
     """model.safetensors with `tensors`; config, generation config and tokenizer of `checkpoint`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_tensors(folder / "model.safetensors", tensors)
     _write(folder / "config.json", {**checkpoint.config, "quantization_config": scheme})
     if checkpoint.generation:

@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from importlib import metadata
+from types import FunctionType
 from typing import Any, Final
 
 import msgspec
 import pluggy
 
 from ..contracts.part import Part
+from ..errors import ConfigError
 from .descriptors import descriptor_problems, parts_of
 from .hookspecs import PROJECT, PluginSpec
 from .options import nearest
@@ -93,7 +95,16 @@ def _sources(
                 continue
             for point in found:
                 yield _Source(point.name, name, version, point.load)
+    if not isinstance(plugins, list | tuple):
+        raise ConfigError(f"plugins is {type(plugins).__name__}, must be a list of plugin objects: [plugin]")
+    if len({id(plugin) for plugin in plugins}) < len(plugins):
+        raise ConfigError("plugins holds one object twice: name it once")
     for plugin in plugins:
+        if isinstance(plugin, str):
+            raise ConfigError(f"plugins holds the text {plugin!r}: import the module and put that in")
+        if isinstance(plugin, type) and isinstance(vars(plugin).get("pegboard_parts"), FunctionType):
+            name = plugin.__name__
+            raise ConfigError(f"plugins holds the class {name}: put in an instance of it, {name}()")
         name = getattr(plugin, "__name__", None) or type(plugin).__qualname__
         yield _Source(str(name), None, None, partial(_same, plugin))
 

@@ -36,8 +36,15 @@ INTERFACES: Final[dict[str, type]] = {
 
 
 def class_methods(role: str) -> tuple[str, ...]:
-    """The class methods that the role's contract demands, e.g. refusals and create."""
-    return tuple(name for name, value in vars(INTERFACES[role]).items() if isinstance(value, classmethod))
+    """The class methods that the role's contract demands, e.g. refusals and create; others it has itself."""
+    interface = INTERFACES[role]
+    abstract = interface.__abstractmethods__  # type: ignore[attr-defined]
+    return tuple(name for name, value in vars(interface).items() if isinstance(value, classmethod) and name in abstract)
+
+
+def class_method(role: str, factory: Any, name: str) -> Any:
+    """That of `factory`, or the contract's own, which one that does not inherit from it may lack."""
+    return getattr(factory, name, None) or getattr(INTERFACES[role], name)
 
 
 def missing_class_methods(role: str, factory: Any) -> list[str]:
@@ -49,7 +56,8 @@ def missing_class_methods(role: str, factory: Any) -> list[str]:
             problems.append(f"class method {name} of {INTERFACES[role].__name__} is not implemented")
         elif isinstance(factory, type) and isinstance(inspect.getattr_static(factory, name), FunctionType):
             problems.append(f"{name} must be a class method: mark it @classmethod")
-    left = getattr(factory, "__abstractmethods__", ()) if isinstance(factory, type) else ()
+    left = set(getattr(factory, "__abstractmethods__", ())) if isinstance(factory, type) else set()
+    left -= set(class_methods(role))  # named already
     problems += [f"{name} of {INTERFACES[role].__name__} is not implemented" for name in sorted(left)]
     return list(dict.fromkeys(problems))
 

@@ -43,7 +43,8 @@ def reasons_of(error: ValidationError, model: type[BaseModel], where: str) -> li
             case "extra_forbidden":
                 valid = _fields_at(model, loc[:-1])
                 hint = nearest(str(loc[-1]), valid)
-                reasons.append(f"{path}: unknown key{hint or f'; valid keys: {listed(valid)}'}")
+                into = "; what is the part's own goes into options" if set(valid) == {"use", "options"} else ""
+                reasons.append(f"{path}: unknown key{hint or f'; valid keys: {listed(valid)}{into}'}")
             case "missing":
                 reasons.append(f"{path}: required, but not given")
             case "value_error":

@@ -25,8 +25,9 @@ class Drafting:
     some speculators work there) drafts are asked for before the step is built, and a row without any runs as if none
     had been planned."""
 
-    def __init__(self, speculator: Speculator, state: DeviceState, limits: DraftLimits | None) -> None:
+    def __init__(self, speculator: Speculator, state: DeviceState, limits: DraftLimits | None, vocab_size: int) -> None:
         self._speculator, self._state, self._limits = speculator, state, limits
+        self._vocab_size = vocab_size
         self.ahead = state.device.type != "cpu" and not speculator.needs_host_token
         #: Distributions of this step's drafts [R, k, V], and which of its rows each slot's are.
         self._probs: Tensor | None = None
@@ -98,16 +99,20 @@ class Drafting:
         """Drafts [R, k] of rows whose last token stands at `positions` [R]; -1: none."""
         context = DraftContext(slots=slots, last_ids=last_ids, positions=positions, taps=(), batch=None, drafts=drafts)
         made = self._speculator.propose(context)
-        self._check(made, slots.shape[0], drafts)
-        ids, kept = made.ids, self._state.drafts[:, :drafts]  # the step reads no others
+        self._check(made, slots.shape[0])
+        ids, kept = made.ids[:, :drafts], self._state.drafts[:, :drafts]  # the step reads no others
+        ids = ids.masked_fill(ids >= self._vocab_size, -1)  # nobody's tokens, and no rows of an embedding
+        proposed = ids
         if ids.shape[1] < drafts:
             ids = torch.nn.functional.pad(ids, (0, drafts - ids.shape[1]), value=-1)
         kept.index_copy_(0, slots, ids)
         if self._state.trees is not None and made.parents is not None:
-            self._state.trees.put(slots, made.parents)
+            parents = made.parents[:, :drafts]
+            before = torch.arange(parents.shape[1], device=parents.device)
+            self._state.trees.put(slots, parents.minimum(before).clamp_(min=0))
         kept[self._state.idle].fill_(-1)
-        self._probs = made.probs
-        return made.ids
+        self._probs = None if made.probs is None else made.probs[:, :drafts]
+        return proposed
 
     def observe(self, slots: Tensor, ids: Tensor, hidden: Tensor | None) -> None:
         """ids [R, m]: what was kept, negative beyond it; hidden [R, m, E]: from what, for a speculator that asks."""
@@ -145,16 +150,31 @@ class Drafting:
         ]
         return self._probs.flatten(0, 1)[self._state.upload(index, torch.int64)]
 
-    def _check(self, made: Drafts, rows: int, drafts: int) -> None:
+    def _check(self, made: Drafts, rows: int) -> None:
+        """What can be seen without waiting for the device."""
         name = type(self._speculator).__name__
-        shape = tuple(made.ids.shape)
+        if not isinstance(made, Drafts):
+            raise PluginError(f"{name}.propose gave {type(made).__name__}, must give Drafts")
+        given = {"ids": made.ids} | ({} if made.parents is None else {"parents": made.parents})
+        for what, found in given.items():
+            fits = isinstance(found, Tensor) and found.dtype == torch.int64 and found.dim() == 2
+            if not fits or found.shape[0] != rows:
+                raise PluginError(f"{name}.propose gave {what} {_shown(found)}, must be int64 [{rows}, drafts]")
         if (made.parents is None) != (self._state.trees is None):
             said, gave = ("trees", "a chain") if made.parents is None else ("chains", "a tree")
             raise PluginError(f"{name}.describe said that it drafts {said}, and propose gave {gave}")
         if made.parents is not None and (made.parents.shape != made.ids.shape or made.probs is not None):
             raise PluginError(f"{name}.propose gave a tree with probs, or without a parent of each draft")
-        if len(shape) != 2 or shape[0] != rows or shape[1] > drafts:
-            raise PluginError(f"{name}.propose gave ids {list(shape)} for {rows} rows of at most {drafts} drafts")
+        if made.probs is not None:
+            shape = tuple(made.ids.shape)
+            if not isinstance(made.probs, Tensor) or made.probs.dim() != 3 or made.probs.shape[:2] != shape:
+                raise PluginError(f"{name}.propose gave probs {_shown(made.probs)}, must be {[*shape, 'vocabulary']}")
+
+
+def _shown(found: object) -> str:
+    if not isinstance(found, Tensor):
+        return type(found).__name__
+    return f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
 
 
 def _narrowed(row: RowPlan, drafts: int) -> RowPlan:

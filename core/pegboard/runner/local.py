@@ -107,7 +107,8 @@ class LocalExecutor(Executor):
         speculation = survey.speculation
         hidden = "none" if speculation is None else speculation.hidden
         if speculator is not None and hidden != "none":
-            speculator.attach(ModelEnds(model, ops, torch_dtype(made.dtype), made.vocab_limit))
+            ends = ModelEnds(model, ops, torch_dtype(made.dtype), made.vocab_limit)
+            selection.call("speculator", speculator, "attach", ends)
         parts = RunnerParts(
             model=model,
             spec=survey.spec,

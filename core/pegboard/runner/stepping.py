@@ -107,7 +107,7 @@ class Stepping:
     ) -> None:
         self._parts, self._state, self._attending, self._caches = parts, state, attending, caches
         self._vocab_limit = vocab_limit
-        self.drafting = None if parts.speculator is None else Drafting(parts.speculator, state, limits)
+        self.drafting = None if parts.speculator is None else Drafting(parts.speculator, state, limits, vocab_limit)
         #: Host seconds that `compute` has spent before the model; a replayed step spends none.
         self.prepared = 0.0
 

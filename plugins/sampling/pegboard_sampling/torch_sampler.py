@@ -111,7 +111,10 @@ class TorchSampler(Sampler):
         if rows.parents is not None and rows.probs is not None:
             raise PegboardError("drafts of a tree have no distributions (parents and probs exclude each other)")
         if rows.probs is not None and not self._rejects:
-            raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
+            raise PegboardError(
+                "verification is `coupled`, which takes no distributions: a speculator gives Drafts.probs only where "
+                "SpeculatorNeed.wants_probs says so"
+            )
         count, width = len(rows.host_slots), 1 + self._max_drafts
         queries = rows.host_queries or (width,) * count
         step, start = torch.arange(width, device=logits.device), rows.query_start.long()

@@ -70,3 +70,15 @@ def test_prompts_of_ids(model: Path, tmp_path: Path, capsys: Output) -> None:
     assert "--chat puts texts into a template" in capsys.readouterr().err
     assert main(["generate", "-m", str(model), "--ids", "a,b"]) == 2
     assert "write e.g. 1,17,42" in capsys.readouterr().err
+
+
+def test_a_config_file_with_mistakes_is_named(model: Path, tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(f'model = "{model}"\nmax_row = 3\nrun_ahead = "far"\n', encoding="utf-8")
+    assert main(["generate", "-c", str(file), "-p", "x"]) == 2
+    told = capsys.readouterr().err
+    assert f"config {file} is not valid" in told
+    assert "max_row" in told
+    assert "run_ahead" in told
+    assert main(["plugins", "explain", "-m", str(model), "--role", "speculator"]) == 0
+    assert "speculator: none is asked for; there are draft_model, eagle, medusa, ngram" in capsys.readouterr().out

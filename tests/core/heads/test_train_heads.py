@@ -125,6 +125,38 @@ def test_a_text_is_read_instead(target: Path, tmp_path: Path, capsys: pytest.Cap
     assert load_file(out / "model.safetensors").keys() == {"0.0.linear.weight", "0.0.linear.bias"}
 
 
+def test_settings_that_are_none() -> None:
+    with pytest.raises(ConfigError) as caught:
+        HeadsSettings(batch=0, epochs=2.5, rate=-1.0)  # type: ignore[arg-type]
+    assert len(caught.value.reasons) == 3
+
+
+def test_what_is_broken_off_leaves_an_empty_folder(
+    target: Path, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that looks like heads, and nothing in the way of trying again, with a path that is text."""
+
+    def say(line: str) -> None:
+        if line.startswith("epoch"):
+            raise KeyboardInterrupt
+
+    out, small = tmp_path / "out", HeadsSettings(texts=3, tokens=8, epochs=1, drafts=1)
+    with pytest.raises(KeyboardInterrupt):
+        train_heads(target, out, kind="medusa", prompts=asked, settings=small, device="cpu", say=say)
+    assert not list(out.iterdir())
+    train_heads(target, str(out), kind="medusa", prompts=asked, settings=small, device="cpu")
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_so_many_pieces_of_a_text(target: Path, tmp_path: Path) -> None:
+    """The longest that the context holds, though answers are measured, too."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(built_in() * 4), encoding="utf-8")
+    settings = HeadsSettings(texts=2, length=500, tokens=100, epochs=1, drafts=1)
+    report = train_heads(target, tmp_path / "out", kind="medusa", text=text, settings=settings, device="cpu")
+    assert report.tokens_learnt == 2 * 500
+
+
 def test_what_cannot_be_trained(target: Path, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(word: str, model: Path = target, **asked_for: Any) -> None:
         settings = {"kind": "medusa", "device": "cpu", "out": tmp_path / "out", **asked_for}
@@ -133,6 +165,10 @@ def test_what_cannot_be_trained(target: Path, asked: Path, tmp_path: Path, monke
 
     refused("no speculator 'ngram' has heads to train; those that do: eagle, medusa", kind="ngram")
     refused("not empty", out=asked.parent)
+    refused("no folder that may be written to", out=asked / "below a file")
+    refused("do not fit into a context of 512", settings=HeadsSettings(tokens=600))
+    refused("pieces have 5 to 511", text=asked, settings=HeadsSettings(length=4))
+    refused("pieces have 5 to 511", text=asked, settings=HeadsSettings(length=512))
     refused("name one of them", prompts=asked, text=asked)
     refused("can't be read", prompts=tmp_path / "nowhere")
     one = tmp_path / "one.txt"

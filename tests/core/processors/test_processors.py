@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from pegboard import ConfigError, Engine, InvalidRequest, Part, SamplingParams, hookimpl
+from pegboard import ConfigError, Engine, InvalidRequest, Part, PluginError, SamplingParams, hookimpl
 from pegboard.contracts.processor import LogitsProcessor, ProcessorNeed, ProcessorOpening, ProcessRows
 from pegboard.plan import AssemblyPlan
 from pegboard.runner.local import LocalExecutor
@@ -385,6 +385,18 @@ def test_configs(tiny_path: Path) -> None:
             isolated_engine(tiny_path, plugins=[Plugin()], logits_processors=wrong),
         ):
             pass
+
+
+@pytest.mark.parametrize("arguments", [dict, Ids(ids=[1])], ids=["dict", "an instance"])
+def test_arguments_that_are_no_model_are_refused(
+    tiny_path: Path, arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Only, "arguments", arguments)
+    with (
+        pytest.raises(PluginError, match=r"logits processor 'only': arguments is .*, must be a pydantic model or None"),
+        isolated_engine(tiny_path, plugins=[Plugin()], logits_processors=["only"]),
+    ):
+        pass
 
 
 def test_an_executor_that_runs_none_is_refused_with_them(tiny_path: Path) -> None:

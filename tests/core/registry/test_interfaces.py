@@ -41,7 +41,7 @@ def test_every_role_has_an_interface() -> None:
 
 def test_each_role_asks_for_the_class_methods_of_its_contract() -> None:
     assert set(class_methods("cache")) == {"refusals", "create"}
-    assert set(class_methods("attention")) == {"refusals", "create", "layouts", "differentiable"}
+    assert set(class_methods("attention")) == {"refusals", "create", "layouts"}
     assert set(class_methods("model")) == {"refusals", "describe", "create"}
     assert set(class_methods("checkpoint")) == {"recognises", "open"}
 

@@ -199,7 +199,10 @@ class FusedSampler(Sampler):
         if rows.parents is not None and rows.probs is not None:
             raise PegboardError("drafts of a tree have no distributions (parents and probs exclude each other)")
         if rows.probs is not None and not self._rejects:
-            raise PegboardError("this sampler's verification is `coupled`; it takes no draft distributions (probs)")
+            raise PegboardError(
+                "verification is `coupled`, which takes no distributions: a speculator gives Drafts.probs only where "
+                "SpeculatorNeed.wants_probs says so"
+            )
         if rows.query_start.shape[0] != count + 1 or rows.positions.shape[0] != count or len(rows.host_slots) > count:
             raise PegboardError(
                 f"{count} slots, {rows.query_start.shape[0]} query starts (one more than slots) and "

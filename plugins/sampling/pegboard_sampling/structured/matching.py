@@ -88,7 +88,10 @@ class Text:
             return
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._matcher.is_error():
-            raise PegboardError(f"the grammar's parser gave up: {_reason(self._matcher)}")
+            reason = _reason(self._matcher)
+            if "NoExtension" in reason:
+                raise PegboardError(f"no token of the vocabulary continues the text as the grammar wants it ({reason})")
+            raise PegboardError(f"the grammar's parser gave up: {reason}")
 
     def _take(self, tokens: Sequence[int]) -> int:
         """How many of them follow; an EOS does if the text is complete, and is none of the matcher's business."""

@@ -355,13 +355,13 @@ class Tree(Nonsense):
         return Drafts(ids=found, parents=torch.zeros_like(found))
 
 
-class TooMany(Nonsense):
+class RowTwice(Nonsense):
     def propose(self, context: DraftContext) -> Drafts:
         found = super().propose(context).ids
-        return Drafts(ids=torch.cat((found, found), 1))
+        return Drafts(ids=torch.cat((found, found)))
 
 
-@pytest.mark.parametrize(("part", "word"), [(Tree, "tree"), (TooMany, "at most 3 drafts")])
+@pytest.mark.parametrize(("part", "word"), [(Tree, "tree"), (RowTwice, "must be int64 [1, drafts]")])
 def test_proposals_that_break_the_contract_fail_their_requests(model: Path, part: type, word: str) -> None:
     class Broken:
         @hookimpl

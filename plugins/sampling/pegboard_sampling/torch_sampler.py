@@ -112,7 +112,7 @@ class TorchSampler(Sampler):
             raise PegboardError("drafts of a tree have no distributions (parents and probs exclude each other)")
         if rows.probs is not None and not self._rejects:
             raise PegboardError(
-                "verification is `coupled`, which takes no distributions: a speculator gives Drafts.probs only where "
+                "verification is `coupled`, which takes no draft distributions: a speculator gives Drafts.probs only where "
                 "SpeculatorNeed.wants_probs says so"
             )
         count, width = len(rows.host_slots), 1 + self._max_drafts

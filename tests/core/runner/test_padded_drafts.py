@@ -169,7 +169,7 @@ def test_the_idle_slot_proposes_nothing() -> None:
     from pegboard.testing import SpeculatorSuite
 
     state = DeviceState([], 5, 64, 16, 4, "cpu")
-    drafting = Drafting(Recordable(SpeculatorSuite.need(), NGramOptions(drafts=3, min_n=1)), state, None)
+    drafting = Drafting(Recordable(SpeculatorSuite.need(), NGramOptions(drafts=3, min_n=1)), state, None, 64)
     slots = torch.tensor([0, state.idle, state.idle])
     drafting.propose(slots, torch.tensor([1, 0, 0]), torch.tensor([0, 0, 0]), 3)
     assert state.drafts[0].tolist() == [0, 0, 0]

@@ -112,8 +112,8 @@ class TorchSampler(Sampler):
             raise PegboardError("drafts of a tree have no distributions (parents and probs exclude each other)")
         if rows.probs is not None and not self._rejects:
             raise PegboardError(
-                "verification is `coupled`, which takes no draft distributions: a speculator gives Drafts.probs only where "
-                "SpeculatorNeed.wants_probs says so"
+                "verification is `coupled`, which takes no draft distributions: a speculator gives Drafts.probs only "
+                "where SpeculatorNeed.wants_probs says so"
             )
         count, width = len(rows.host_slots), 1 + self._max_drafts
         queries = rows.host_queries or (width,) * count

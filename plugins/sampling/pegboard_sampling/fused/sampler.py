@@ -200,8 +200,8 @@ class FusedSampler(Sampler):
             raise PegboardError("drafts of a tree have no distributions (parents and probs exclude each other)")
         if rows.probs is not None and not self._rejects:
             raise PegboardError(
-                "verification is `coupled`, which takes no draft distributions: a speculator gives Drafts.probs only where "
-                "SpeculatorNeed.wants_probs says so"
+                "verification is `coupled`, which takes no draft distributions: a speculator gives Drafts.probs only "
+                "where SpeculatorNeed.wants_probs says so"
             )
         if rows.query_start.shape[0] != count + 1 or rows.positions.shape[0] != count or len(rows.host_slots) > count:
             raise PegboardError(

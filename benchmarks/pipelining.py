@@ -23,6 +23,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,10 +104,9 @@ def measure(target: Path, prompts: Sequence[list[int]], tokens: int, **settings:
     """Of an engine with these settings: ids, median milliseconds of a token, tokens a step keeps."""
     times: list[float] = []
     with Engine(target, device="cuda", max_rows=2, max_length=1024, kv_memory="1GiB", **settings) as engine:
-        for turn, prompt in enumerate(
-            [prompts[0], *prompts]
-        ):  # in the first one kernels compile, and steps are recorded
-            sampling = SamplingParams(temperature=0.2, seed=7, max_tokens=tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.2, seed=7, max_tokens=tokens, ignore_eos=True)
+        # In the first turn kernels compile, and steps are recorded
+        for turn, prompt in enumerate([prompts[0], *prompts]):
             output = engine.generate([prompt], sampling)[0].raise_for_error()
             if turn:
                 times.append(1e3 * (output.metrics.itl or 0.0))
@@ -130,12 +130,11 @@ def main() -> None:
         rows.append({"arm": "plain", "ms a token": plain["ms"]})
         for noise, draft in zip(NOISES, drafts, strict=True):
             for arm in ("beside", "apart", "pipelined"):
-                options = {"model": str(draft), "drafts": asked.drafts} | (
-                    {} if arm == "beside" else {"device": "cuda:1"}
-                )
+                options = {"model": str(draft), "drafts": asked.drafts}
+                options |= {} if arm == "beside" else {"device": "cuda:1"}
                 speculator = {"use": "draft_model", "options": options}
                 adjusted = "pegboard_sampling.speculation.pace.adjusted"
-                with mock.patch(adjusted, return_value=0) if arm == "apart" else mock.MagicMock():
+                with mock.patch(adjusted, return_value=0) if arm == "apart" else nullcontext():
                     found = measure(target, prompts, asked.tokens, speculator=speculator, adapt_drafts=False)
                 rows.append(
                     {

@@ -18,6 +18,7 @@ from .contracts.model import ModelNeed, ModelSpec
 from .contracts.processor import LogitsProcessor, ProcessorNeed
 from .contracts.quantizer import Shard
 from .contracts.speculator import SpeculatorNeed, SpeculatorSpec
+from .counts import count_problems
 from .devices import device_facts
 from .errors import CheckpointError, ConfigError, PluginError
 from .hub import resolve_model
@@ -43,14 +44,9 @@ _HIDDEN: Final = ("none", "kept", "all")
 _MOST_IN_TREE = 62
 
 
-def spec_problems(spec: SpeculatorSpec) -> list[str]:
+def _spec_problems(spec: SpeculatorSpec) -> list[str]:
     """Fields that hold what they can't."""
-    least = {"drafts": 1, "weight_bytes": 0} | ({} if spec.depth is None else {"depth": 1})
-    wrong = [
-        f"{name} is {getattr(spec, name)!r}, must be a whole number from {number} on"
-        for name, number in least.items()
-        if type(getattr(spec, name)) is not int or getattr(spec, name) < number
-    ]
+    wrong = count_problems(spec, {"drafts": 1, "weight_bytes": 0} | ({} if spec.depth is None else {"depth": 1}))
     if spec.hidden not in _HIDDEN:
         wrong.append(f"hidden is {spec.hidden!r}, must be one of {', '.join(_HIDDEN)}")
     return wrong
@@ -118,7 +114,7 @@ class Survey:
             return None
         selection = self.selection
         spec = selection.ask("speculator", "describe", self.speculator_need, selection.options("speculator"))
-        wrong = ["it is no SpeculatorSpec"] if not isinstance(spec, SpeculatorSpec) else spec_problems(spec)
+        wrong = ["it is no SpeculatorSpec"] if not isinstance(spec, SpeculatorSpec) else _spec_problems(spec)
         if wrong:
             named = self.parts["speculator"].name
             raise PluginError(f"speculator {named!r}: describe returned {spec!r}: {'; '.join(wrong)}")

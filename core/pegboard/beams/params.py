@@ -21,8 +21,7 @@ _UNUSED: Final = {
     "stop": ((), []),
     "logprobs_mode": ("raw",),
 }
-
-
+#: Why they are refused.
 _OWN: Final = "takes the model's own log-probabilities"
 _WHY: Final = {
     "stop": "ends texts at end tokens and stop_token_ids",

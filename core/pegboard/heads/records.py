@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from ..counts import count_problems
 from ..errors import ConfigError
 
 
@@ -47,11 +48,8 @@ class HeadsSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {getattr(self, name)!r}, must be a whole number from 1 on"
-            for name in ("drafts", "texts", "tokens", "length", "epochs", "batch")
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1
-        ]
+        counts = ("drafts", "texts", "tokens", "length", "epochs", "batch")
+        wrong = count_problems(self, dict.fromkeys(counts, 1))
         if not isinstance(self.rate, int | float) or not 0 <= self.rate < math.inf:
             wrong.append(f"rate is {self.rate!r}, must be a number from 0 on")
         if wrong:

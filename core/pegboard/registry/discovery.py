@@ -53,7 +53,8 @@ class _Source(msgspec.Struct, frozen=True):
 
 def discover(plugins: Sequence[object] = (), *, entry_points: bool | Collection[str] = True) -> Found:
     """Open every plugin: the installed ones, or only those of the distributions that `entry_points` names, and
-    `plugins`. Raises for nothing that a plugin does, KeyboardInterrupt excepted."""
+    `plugins`. Raises for nothing that a plugin does, KeyboardInterrupt excepted. ConfigError: `plugins` are none."""
+    _refuse_others(plugins)
     parts: list[RegisteredPart] = []
     broken: list[BrokenPlugin] = []
     for source in _sources(plugins, entry_points, broken):
@@ -68,6 +69,20 @@ def discover(plugins: Sequence[object] = (), *, entry_points: bool | Collection[
                 for part in opened
             )
     return Found(tuple(parts), tuple(broken))
+
+
+def _refuse_others(plugins: Sequence[object]) -> None:
+    """What was meant for a list of plugin objects."""
+    if not isinstance(plugins, list | tuple):
+        raise ConfigError(f"plugins is {type(plugins).__name__}, must be a list of plugin objects: [plugin]")
+    if len({id(plugin) for plugin in plugins}) < len(plugins):
+        raise ConfigError("plugins holds one object twice: name it once")
+    for plugin in plugins:
+        if isinstance(plugin, str):
+            raise ConfigError(f"plugins holds the text {plugin!r}: import the module and put that in")
+        if isinstance(plugin, type) and isinstance(vars(plugin).get("pegboard_parts"), FunctionType):
+            name = plugin.__name__
+            raise ConfigError(f"plugins holds the class {name}: put in an instance of it, {name}()")
 
 
 def _sources(
@@ -95,16 +110,7 @@ def _sources(
                 continue
             for point in found:
                 yield _Source(point.name, name, version, point.load)
-    if not isinstance(plugins, list | tuple):
-        raise ConfigError(f"plugins is {type(plugins).__name__}, must be a list of plugin objects: [plugin]")
-    if len({id(plugin) for plugin in plugins}) < len(plugins):
-        raise ConfigError("plugins holds one object twice: name it once")
     for plugin in plugins:
-        if isinstance(plugin, str):
-            raise ConfigError(f"plugins holds the text {plugin!r}: import the module and put that in")
-        if isinstance(plugin, type) and isinstance(vars(plugin).get("pegboard_parts"), FunctionType):
-            name = plugin.__name__
-            raise ConfigError(f"plugins holds the class {name}: put in an instance of it, {name}()")
         name = getattr(plugin, "__name__", None) or type(plugin).__qualname__
         yield _Source(str(name), None, None, partial(_same, plugin))
 

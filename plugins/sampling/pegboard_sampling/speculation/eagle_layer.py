@@ -165,12 +165,11 @@ def _join(weights: Mapping[str, Tensor], parts: Sequence[str]) -> tuple[Tensor, 
 
 
 def attend_where(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """q [R, w, H, D] over k and v [R, e, K, D] where visible [R, w, e], or [w, e] for all rows; [R, w, H, D]."""
+    """q [R, w, H, D] over k and v [R, e, K, D] where visible [R, w, e]; [R, w, H, D]."""
     rows, width, heads, size = q.shape
     shared, groups = k.shape[2], heads // k.shape[2]
     # Query heads that share a KV head are queries of it
     q = q.view(rows, width, shared, groups, size).transpose(1, 2).reshape(rows, shared, width * groups, size)
-    mask = visible.repeat_interleave(groups, -2)
-    mask = mask if mask.dim() == 2 else mask[:, None]
+    mask = visible.repeat_interleave(groups, -2)[:, None]
     mixed = functional.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
     return mixed.view(rows, shared, width, groups, size).transpose(1, 2).reshape(rows, width, heads, size)

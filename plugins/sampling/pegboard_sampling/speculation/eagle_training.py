@@ -91,9 +91,9 @@ class EagleTrainer(HeadTrainer):
     def _states(self, texts: Sequence[HeadText]) -> Tensor:
         """[T, E]: what is expected after each token but the first and the last of each text."""
         device = self._matrix.device
-        lengths = torch.tensor([len(text.ids) - 2 for text in texts], device=device)
+        counts = [len(text.ids) - 2 for text in texts]
+        total, lengths = sum(counts), torch.tensor(counts, device=device)
         starts = functional.pad(lengths.cumsum(0), (1, 0))
-        total, longest = sum(len(text.ids) - 2 for text in texts), max(len(text.ids) - 2 for text in texts)
         first = torch.repeat_interleave(starts[:-1], lengths, output_size=total)
         positions = torch.arange(total, device=device) - first
         embedded = self._embedding[torch.cat([text.ids[1:-1] for text in texts])]
@@ -102,7 +102,7 @@ class EagleTrainer(HeadTrainer):
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = (part[0] for part in self._layer.turned(qkv, positions[None]))
-            return self._attend(q, k, v, starts, longest)[None]
+            return self._attend(q, k, v, starts, max(counts))[None]
 
         def states(hidden: Tensor) -> Tensor:
             return self._layer.forward(embedded[None], hidden[None], attend)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
 import msgspec
@@ -10,13 +11,20 @@ from .layout import LEAST_ROWS, TILE
 
 #: Rows up to which words wait in registers for x.
 HELD_ROWS: Final = 4
+#: Rows up to which `multiply_resident` keeps x in shared memory, and up to which rules take it.
+RESIDENT_ROWS: Final = 16
+_RESIDENT_RULE: Final = 8
+#: Tiles of x that a program keeps by that rule, at most.
+_RESIDENT_TILES: Final = 32
 #: Rows up to which `multiply_rows` is ahead of `multiply_many`.
 FEW_ROWS: Final = 64
-#: Bytes of x that a program holds then.
+#: Outputs of a warp of `multiply_resident`.
+RESIDENT_OUTPUTS: Final = 16
+#: Bytes of x that a program of `multiply_held` holds.
 _HELD_BYTES: Final = 160 << 10
 #: Programs up to which sums are split.
 _PROGRAMS: Final = 440
-#: Multiprocessors, of an H200, that `multiply_many` should fill.
+#: Multiprocessors, of an H200, that `multiply_resident` and `multiply_many` should fill.
 _PROCESSORS: Final = 132
 
 
@@ -28,6 +36,30 @@ class HeldCut(msgspec.Struct, frozen=True, tag="held", forbid_unknown_fields=Tru
     ahead: int
 
 
+class ResidentCut(msgspec.Struct, frozen=True, tag="resident", forbid_unknown_fields=True):
+    """Warps that share the inputs of 16 outputs, warps beside them with other outputs, programs that share the inputs
+    of outputs, tiles that a warp asks for ahead, and programs in all, the shared ones counted apart."""
+
+    inputs_warps: int
+    outputs_warps: int
+    split: int
+    depth: int
+    programs: int
+
+    @property
+    def warps(self) -> int:
+        return self.inputs_warps * self.outputs_warps
+
+    def held(self, inputs: int) -> int:
+        """Tiles of x that a program has memory for."""
+        tiles = -(-inputs // TILE)
+        return max(self.warps, _power_of_two(-(-tiles // self.split)))
+
+    def slots(self, outputs: int) -> int:
+        """Programs with outputs of their own."""
+        return min(-(-outputs // RESIDENT_OUTPUTS), self.programs // self.split)
+
+
 class Cut(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True):
     """Outputs and rows that a program takes, programs that share each sum, and tiles that are asked for ahead."""
 
@@ -37,6 +69,13 @@ class Cut(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True)
     stages: int
     #: `multiply_many` takes up to `FEW_ROWS` rows, too. More are always its own.
     overlapped: bool = False
+    #: `multiply_rows` alone: tiles that it asks the L2 for before the wait for x, and whether the next kernel may start
+    #: while it multiplies.
+    fetched: int = 0
+    early: bool = False
+
+
+AnyCut = HeldCut | ResidentCut | Cut
 
 
 def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
@@ -56,6 +95,23 @@ def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
     if rows * turns * warps * TILE * 2 > _HELD_BYTES:
         return None
     return HeldCut(cut.block_n, warps, min(cut.ahead, turns))
+
+
+def resident_cut(rows: int, outputs: int, inputs: int) -> ResidentCut | None:
+    """For up to 8 rows on Hopper, groups of whole tiles and inputs of such; None: `rows_cut`."""
+    tiles = -(-inputs // TILE)
+    if rows > _RESIDENT_RULE or inputs % TILE or tiles < 16 or outputs < 2048:
+        return None
+    split = -(-tiles // _RESIDENT_TILES)
+    part = -(-tiles // split)
+    each = -(-outputs // RESIDENT_OUTPUTS) * split / _PROCESSORS
+    beside = next((n for n in (16, 8, 4, 2) if each >= 0.8 * n * ceil(each / n)), 1)
+    shared = 16 // beside
+    depth = 4 if part % (4 * shared) == 0 else min(2, -(-part // shared))
+    if split > 1:
+        counters = -(-outputs // TILE) * TILE // LEAST_ROWS
+        return ResidentCut(shared, beside, split, depth, min(_PROCESSORS, counters * split))
+    return ResidentCut(shared, beside, split, depth, _PROCESSORS)
 
 
 def rows_cut(rows: int, outputs: int, inputs: int, group: int, *, wide: bool) -> Cut:

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from .unpacking import less_zero, times_scale, unpack_words
 
+FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+
 
 @triton.jit
 def _load_steps(steps, tile, NP, n, GROUP_TILES, PARTS: tl.constexpr, part):
@@ -48,6 +50,16 @@ def _load_words(words, tile_row, tile, TILES, inner, BN: tl.constexpr):
     """Words of half a tile or a tile, as `unpack_words` wants them."""
     at = words + (tile_row * TILES + tile).to(tl.int64) * 2048 + inner * 1024
     return tl.load(at + tl.arange(0, BN * 16), eviction_policy="evict_first")
+
+
+@triton.jit
+def _fetch(words, tile_row, first, count, TILES, inner, BN: tl.constexpr, FETCHED: tl.constexpr):
+    """Asks the L2 for the words of the first tiles: lines of 128 bytes."""
+    LINES: tl.constexpr = BN // 2
+    line = tl.arange(0, LINES * FETCHED)
+    tile = first + tl.minimum(line // LINES, count - 1)
+    at = words + (tile_row * TILES + tile).to(tl.int64) * 2048 + inner * 1024 + line % LINES * 32
+    tl.inline_asm_elementwise(FETCH, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -113,6 +125,7 @@ def multiply_rows(
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
     SHIFTED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+    FETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
     Words and x are staged in shared memory, several tiles ahead, x by bulk copies where
@@ -126,6 +139,10 @@ def multiply_rows(
     inner = block % (128 // BN) if BN < 128 else 0
     rows = m < M
     k = tl.arange(0, 128)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if FETCHED > 0:
+        _fetch(words, tile_row, first, count, TILES, inner, BN, FETCHED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if not COPIED:
@@ -145,7 +162,7 @@ def multiply_rows(
         else:
             rounded = _rounded(w, steps, first + i, NP, n, PARTS, SCALE, SHIFTED, ASM)
             total += tl.dot(rounded, xs, input_precision="ieee")
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     _finish(total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN, BM, SPLIT, BIAS, ADDS)
 

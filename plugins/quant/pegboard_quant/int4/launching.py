@@ -12,11 +12,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .cuts import FEW_ROWS, HELD_ROWS, Cut, HeldCut, held_cut, many_cut, rows_cut
+from .cuts import (
+    FEW_ROWS,
+    HELD_ROWS,
+    RESIDENT_OUTPUTS,
+    AnyCut,
+    HeldCut,
+    ResidentCut,
+    held_cut,
+    many_cut,
+    resident_cut,
+    rows_cut,
+)
 from .held import multiply_held
 from .kernels import dequantise_tiles, multiply_rows
 from .layout import TILE, TiledWeight
 from .many import multiply_many
+from .resident import multiply_resident
 from .tables import Cuts
 
 #: Rows from which the weight is dequantised once and cuBLAS multiplies: with `multiply_many`, and without it.
@@ -60,7 +72,7 @@ class Int4Launcher:
         elif rows:
             self.multiply_as(x, weight, bias, out, cut, adds=adds)
 
-    def cut_of(self, rows: int, outputs: int, inputs: int, group: int) -> HeldCut | Cut | None:
+    def cut_of(self, rows: int, outputs: int, inputs: int, group: int) -> AnyCut | None:
         """How a product of so many rows is cut; None: the weight is dequantised once."""
         # Bulk copies want rows of a multiple of 16 bytes
         many = self._hopper and group >= TILE and inputs % 8 == 0
@@ -73,6 +85,10 @@ class Int4Launcher:
             held = held_cut(max(1, rows), outputs, inputs)
             if held is not None:
                 return held
+        if many and HELD_ROWS < rows <= FEW_ROWS:
+            resident = resident_cut(rows, outputs, inputs)
+            if resident is not None:
+                return resident
         if many and rows > FEW_ROWS:
             return many_cut(rows, outputs, inputs)
         return rows_cut(max(1, rows), outputs, inputs, group, wide=self._wide)
@@ -83,7 +99,7 @@ class Int4Launcher:
         weight: TiledWeight,
         bias: Tensor | None,
         out: Tensor,
-        cut: HeldCut | Cut,
+        cut: AnyCut,
         *,
         adds: bool = False,
     ) -> None:
@@ -94,6 +110,9 @@ class Int4Launcher:
         common: dict[str, Any] = {"SCALE": _TYPES[weight.scale_dtype], "BIAS": bias is not None, "ADDS": adds}
         common |= {"PDL": self.pdl, **self._options}
         group_tiles = max(1, weight.group // TILE)
+        if isinstance(cut, ResidentCut):
+            self._multiply_resident(x, weight, bias, out, cut, group_tiles, common)
+            return
         blocks = triton.cdiv(outputs, cut.block_n)
         if isinstance(cut, HeldCut):
             multiply_held[(blocks,)](
@@ -123,7 +142,29 @@ class Int4Launcher:
             weight.counters, rows, outputs, inputs, padded, out.stride(0), tiles, each, group_tiles,
             BN=cut.block_n, BM=cut.block_m, PARTS=max(1, TILE // weight.group), SPLIT=split, SHIFTED=weight.shifted,
             DTYPE=_TYPES[x.dtype], EVEN=inputs % TILE == 0, ASM=not self.interpreted, COPIED=copied,
-            STAGES=cut.stages, num_warps=4, **common,
+            STAGES=cut.stages, FETCHED=cut.fetched, EARLY=cut.early and self.pdl, num_warps=4, **common,
+        )  # fmt: skip
+
+    def _multiply_resident(
+        self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: ResidentCut, group_tiles: int,
+        common: dict[str, Any],
+    ) -> None:  # fmt: skip
+        rows, (outputs, inputs) = x.shape[0], weight.shape
+        tiles, columns = weight.words.shape[1], 8 if rows <= 8 else 16
+        part, blocks = triton.cdiv(tiles, cut.split), triton.cdiv(outputs, RESIDENT_OUTPUTS)
+        split = triton.cdiv(tiles, part)
+        partial = out
+        if split > 1:
+            size = split * blocks * RESIDENT_OUTPUTS * columns
+            partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        turns = triton.cdiv(part, cut.inputs_warps)
+        multiply_resident[(cut.slots(outputs), split)](
+            weight.words, weight.steps, x if x.data_ptr() % 16 == 0 else x.clone(), bias, out, partial,
+            weight.counters, rows, outputs, inputs, weight.steps.shape[1], out.stride(0), group_tiles, tiles, blocks,
+            PART=part, HELD=cut.held(inputs), KW=cut.inputs_warps, NW=cut.outputs_warps, COLUMNS=columns,
+            DEPTH=cut.depth, SPLIT=split,
+            WHOLE=tiles % split == 0 and part % cut.inputs_warps == 0 and turns % cut.depth == 0,
+            num_warps=cut.warps, maxnreg=min(255, 65536 // (32 * cut.warps)), **common,
         )  # fmt: skip
 
     def dequantise(self, weight: TiledWeight, dtype: torch.dtype) -> Tensor:

@@ -8,14 +8,25 @@ from typing import Final
 
 import msgspec
 
-from .cuts import FEW_ROWS, HELD_ROWS, Cut, HeldCut
+from .cuts import FEW_ROWS, HELD_ROWS, RESIDENT_OUTPUTS, RESIDENT_ROWS, AnyCut, Cut, HeldCut, ResidentCut
 from .layout import LEAST_ROWS, TILE
 
-#: Bytes of shared memory that a program may use for all of x, and for the tiles in flight.
+#: Bytes of shared memory that a program may use for all of x, in either kernel, and for the tiles in flight.
 _HELD_BYTES: Final = 160 << 10
+_RESIDENT_BYTES: Final = 200 << 10
 _STAGED_BYTES: Final = 192 << 10
-#: (overlapped, stages) of up to `FEW_ROWS` rows.
-_STAGED: Final = ((False, 3), (False, 4), (False, 6), (True, 3), (True, 6))
+#: (stages, overlapped, fetched, early) of up to `FEW_ROWS` rows, and of more.
+_STAGED: Final = (
+    (3, False, 0, False),
+    (3, False, 2, False),
+    (3, False, 2, True),
+    (4, False, 0, False),
+    (4, False, 2, True),
+    (6, False, 0, False),
+    (3, True, 0, False),
+    (6, True, 0, False),
+)
+_STAGED_MANY: Final = ((3, False, 0, False),)
 #: Programs for each multiprocessor up to which sums are split.
 _MOST_PROGRAMS: Final = 6
 
@@ -35,7 +46,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.inputs // TILE)
 
 
-def illegal(cut: HeldCut | Cut, place: Place, capability: tuple[int, int]) -> str | None:
+def illegal(cut: AnyCut, place: Place, capability: tuple[int, int]) -> str | None:
     """Why the kernels can't, or None."""
     hopper, whole = capability[0] == 9, place.group >= TILE
     if isinstance(cut, HeldCut):
@@ -48,7 +59,32 @@ def illegal(cut: HeldCut | Cut, place: Place, capability: tuple[int, int]) -> st
         if not 1 <= cut.ahead <= turns or held > _HELD_BYTES:
             return f"ahead must be 1 to {turns} here, and x, of {held} bytes, no more than {_HELD_BYTES}"
         return None
+    if isinstance(cut, ResidentCut):
+        return _illegal_resident(cut, place, hopper=hopper)
     return _illegal_blocks(cut, place, capability)
+
+
+def _illegal_resident(cut: ResidentCut, place: Place, *, hopper: bool) -> str | None:
+    if not hopper or place.group < TILE or place.inputs % TILE or not HELD_ROWS < place.rows <= RESIDENT_ROWS:
+        return (
+            f"resident cuts are for Hopper, groups of 128 and more, inputs of such, and {HELD_ROWS + 1} to "
+            f"{RESIDENT_ROWS} rows"
+        )
+    powers = [1, 2, 4, 8, 16]
+    if cut.inputs_warps not in powers or cut.outputs_warps not in powers or cut.warps not in (4, 8, 16):
+        return "inputs_warps and outputs_warps must be powers of 2, together 4, 8 or 16"
+    counters = -(-place.outputs // TILE) * TILE // LEAST_ROWS
+    if not 1 <= cut.split <= min(16, place.tiles, cut.programs):
+        return f"split must be 1 to {min(16, place.tiles)} here, and not more than programs"
+    if cut.split > 1 and cut.slots(place.outputs) > counters:
+        return f"programs must be {counters * cut.split} or fewer here"
+    columns = 8 if place.rows <= 8 else 16
+    held = (cut.held(place.inputs) * (2 * TILE + 4) + cut.warps * RESIDENT_OUTPUTS * 4) * columns
+    part = -(-place.tiles // cut.split)
+    turns = -(-part // cut.inputs_warps)
+    if not 1 <= cut.depth <= min(4, turns) or held > _RESIDENT_BYTES:
+        return f"depth must be 1 to {min(4, turns)} here, and x, of {held} bytes, no more than {_RESIDENT_BYTES}"
+    return None
 
 
 def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str | None:
@@ -65,6 +101,11 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
         tile_bytes = cut.block_n * TILE // 2 + cut.block_m * TILE * 2
     if cut.block_n not in blocks_n or cut.block_m not in blocks_m:
         return f"block_n must be one of {_listed(blocks_n)}, block_m one of {_listed(blocks_m)} here"
+    own = cut.overlapped or cut.block_m > FEW_ROWS
+    if not 0 <= cut.fetched <= 4 or cut.fetched & (cut.fetched - 1) or (own and (cut.fetched or cut.early)):
+        return (
+            "fetched must be 0, 1, 2 or 4, and it and early be left out of more than 64 rows a program, or overlapped"
+        )
     if not 2 <= cut.stages <= 6 or cut.stages * tile_bytes > _STAGED_BYTES:
         return "stages must be 2 to 6, with no more than 192 KiB of tiles in flight"
     counters = -(-place.outputs // TILE) * TILE // LEAST_ROWS
@@ -74,12 +115,17 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
     return None
 
 
-def candidates(place: Place, capability: tuple[int, int], processors: int) -> Iterator[HeldCut | Cut]:
+def candidates(place: Place, capability: tuple[int, int], processors: int) -> Iterator[AnyCut]:
     """Legal cuts, in a fixed order, for a device of so many multiprocessors."""
     if place.rows <= HELD_ROWS:
         for held in (HeldCut(*fields) for fields in product((16, 32), (4, 8, 16), (1, 2, 4))):
             if illegal(held, place, capability) is None:
                 yield held
+    if HELD_ROWS < place.rows <= RESIDENT_ROWS:
+        for beside, split, depth in product((1, 2, 4, 8, 16), (1, 2, 4, 7), (2, 4) if place.rows <= 8 else (2,)):
+            resident = ResidentCut(16 // beside, beside, split, depth, processors)
+            if illegal(resident, place, capability) is None:
+                yield resident
     many = capability[0] == 9 and place.group >= TILE and place.inputs % 8 == 0
     most = 256 if many else 64 if capability >= (9, 0) else 32
     block_m = min(1 << max(4, (place.rows - 1).bit_length()), most)
@@ -87,8 +133,8 @@ def candidates(place: Place, capability: tuple[int, int], processors: int) -> It
         programs = -(-place.outputs // block_n) * -(-place.rows // block_m) * split
         if split > 1 and programs > _MOST_PROGRAMS * processors:
             continue
-        for overlapped, stages in _STAGED if block_m <= FEW_ROWS else ((False, 3),):
-            cut = Cut(block_n, block_m, split, stages, overlapped)
+        for staged in _STAGED if block_m <= FEW_ROWS else _STAGED_MANY:
+            cut = Cut(block_n, block_m, split, *staged)
             if illegal(cut, place, capability) is None:
                 yield cut
 

@@ -12,7 +12,7 @@ import msgspec
 from pegboard.contracts.device import DeviceFacts
 from pegboard.errors import ConfigError
 
-from .cuts import Cut, HeldCut
+from .cuts import AnyCut
 from .layout import TILE
 from .legal import Place, illegal
 
@@ -30,7 +30,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     group: Literal[32, 64, 128]
     #: Measured with so many rows: it serves these, and fewer down to more than half as many.
     rows: int
-    cut: HeldCut | Cut
+    cut: AnyCut
     microseconds: float
 
 
@@ -54,7 +54,7 @@ class Cuts:
         for entry in sorted(entries, key=lambda entry: entry.rows):
             self._found.setdefault((entry.outputs, entry.inputs, entry.group), []).append(entry)
 
-    def cut(self, rows: int, outputs: int, inputs: int, group: int) -> HeldCut | Cut | None:
+    def cut(self, rows: int, outputs: int, inputs: int, group: int) -> AnyCut | None:
         """None: nothing was measured for such a product."""
         for entry in self._found.get((outputs, inputs, min(group, TILE)), ()):
             if entry.rows >= rows:

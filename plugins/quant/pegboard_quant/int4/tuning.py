@@ -18,7 +18,7 @@ from pegboard.errors import ConfigError
 
 from ..packed.rounding import round_to_nearest
 from ..packed.weight import dense
-from .cuts import Cut, HeldCut
+from .cuts import AnyCut
 from .launching import Int4Launcher
 from .layout import TILE, TiledWeight, tile
 from .legal import Place, candidates
@@ -52,7 +52,7 @@ class Int4Tuner(KernelTuner):
         self._shapes, self._launcher, self._processors = shapes, launcher, processors
         self._cold_bytes = cold_bytes
         #: What the names of products and ways mean.
-        self._known: dict[str, tuple[Place, dict[str, HeldCut | Cut]]] = {}
+        self._known: dict[str, tuple[Place, dict[str, AnyCut]]] = {}
 
     def products(
         self,
@@ -116,7 +116,7 @@ class Int4Tuner(KernelTuner):
         name = f"{place.outputs} x {place.inputs}, groups of {place.group}, {place.rows} rows"
         self._known[name] = place, ways
 
-        def calls(cut: HeldCut | Cut) -> list[Callable[[], object]]:
+        def calls(cut: AnyCut) -> list[Callable[[], object]]:
             return [partial(self._launcher.multiply_as, x, weight, None, out, cut) for weight in copies]
 
         def is_right() -> bool:
@@ -127,6 +127,6 @@ class Int4Tuner(KernelTuner):
         return TunedProduct(name=name, ways={way: calls(cut) for way, cut in ways.items()}, is_right=is_right)
 
 
-def _name(cut: HeldCut | Cut) -> str:
+def _name(cut: AnyCut) -> str:
     fields = [f"{field}={value}" for field, value in msgspec.structs.asdict(cut).items()]
     return f"{type(cut).__name__}({', '.join(fields)})"

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from pegboard_quant.int4.cuts import Cut, HeldCut
+from pegboard_quant.int4.cuts import AnyCut, Cut, HeldCut, ResidentCut
 from pegboard_quant.int4.launching import Int4Launcher
 from pegboard_quant.int4.layout import LEAST_ROWS, TILE, TiledWeight, groups_of
+from pegboard_quant.int4.legal import Place, illegal
 
 FULL = bool(os.environ.get("PEGBOARD_FULL"))
 CAPABILITIES = [90, pytest.param(80, marks=pytest.mark.full)]
@@ -37,7 +38,7 @@ def products(
     rows: int,
     group: int,
     dtype: torch.dtype,
-    cut: Cut | HeldCut | None = None,
+    cut: AnyCut | None = None,
     shifted: bool = False,
     adds: bool = False,
 ) -> None:
@@ -55,7 +56,7 @@ def products(
 def test_codes_go_from_registers_into_the_product(
     compile_for: Callable[..., Any], capability: int, group: int, dtype: torch.dtype
 ) -> None:
-    counts = (5, 16, 64) if FULL or group == 128 else (16,)
+    counts = (9, 16, 64) if FULL or group == 128 else (16,)
     with compile_for(capability) as made:
         for rows in counts:
             products(made, capability, rows, group, dtype, adds=rows == 16)
@@ -93,6 +94,29 @@ def test_words_of_few_rows_go_from_memory_to_the_product(compile_for: Callable[.
         assert found.instructions["HMMA"] > 0
         assert found.instructions["ACQBULK"] > 0, "dependent launch"
         assert not found.instructions["LDGSTS"], "words don't go through shared memory"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
+def test_words_go_to_the_product_beside_x_that_stays(compile_for: Callable[..., Any], dtype: torch.dtype) -> None:
+    with compile_for(90) as made:
+        products(made, 90, 8, 128, dtype)
+        products(made, 90, 8, 128, dtype, ResidentCut(2, 8, 4, 2, 132), adds=True)
+        products(made, 90, 16, 128, dtype, ResidentCut(16, 1, 1, 2, 132))
+    for found in made:
+        assert found.kernel == "multiply_resident"
+        assert found.stack == 0, "nothing spills"
+        assert found.instructions["HMMA"] > 0
+        assert found.instructions["LDSM"] > 0, "x comes from shared memory as the product wants it"
+        assert found.instructions["ACQBULK"] > 0, "dependent launch"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_tiles_are_fetched_into_the_l2(compile_for: Callable[..., Any], capability: int) -> None:
+    with compile_for(capability) as made:
+        products(made, capability, 16, 128, torch.bfloat16, Cut(64, 16, 4, 3, False, 2, True))
+    (found,) = made
+    assert found.stack == 0
+    assert found.instructions["CCTL"] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
@@ -170,8 +194,8 @@ def test_overwritten_operands_are_found() -> None:
     assert overwritten(code("MOV R152, R1", product, "@P0 BRA 0x0")), "the next turn of a loop"
 
 
-@pytest.mark.parametrize("outputs", [64, 1032, 4096, 6144, 28672, 128256])
-@pytest.mark.parametrize("inputs", [64, 320, 4096, 14336, 57344])
+@pytest.mark.parametrize("outputs", [64, 1032, 2048, 4096, 6144, 28672, 128256])
+@pytest.mark.parametrize("inputs", [64, 320, 2048, 4096, 5120, 14336, 57344])
 def test_cuts_fit(outputs: int, inputs: int) -> None:
     """As many parts of sums as there are counters, no part without tiles, x in shared memory."""
     launcher, tiles = Int4Launcher((9, 0)), -(-inputs // TILE)
@@ -184,6 +208,9 @@ def test_cuts_fit(outputs: int, inputs: int) -> None:
             assert cut.warps <= max(1, tiles)
             assert cut.ahead * cut.warps <= tiles + cut.warps - 1
             assert rows * -(-tiles // cut.warps) * cut.warps * TILE * 2 <= 200 << 10
+        elif isinstance(cut, ResidentCut):
+            place = Place(outputs=outputs, inputs=inputs, group=128, rows=rows)
+            assert illegal(cut, place, (9, 0)) is None
         else:
             blocks = -(-outputs // cut.block_n) * -(-rows // cut.block_m)
             assert cut.split <= tiles

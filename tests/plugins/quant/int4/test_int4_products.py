@@ -203,6 +203,52 @@ def test_held_words_are_asked_for_in_any_order(block_n: int, warps: int) -> None
             assert_right(weight, rows, torch.bfloat16, cut=HeldCut(block_n, warps, ahead))
 
 
+#: inputs_warps, outputs_warps, split, depth, programs: with rests of parts, of turns and of rounds, and without
+RESIDENT = [(1, 16, 1, 4, 132), (2, 8, 4, 2, 16), (16, 1, 1, 2, 5), (4, 4, 3, 2, 7), (8, 1, 2, 1, 8), (1, 4, 1, 2, 264)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", RESIDENT)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(1032, 4096, 128), (328, 2048 + 384, 256), (136, 4096, 4096)])
+def test_x_stays_in_shared_memory(cut: tuple[int, int, int, int, int], outputs: int, inputs: int, group: int) -> None:
+    from pegboard_quant.int4.cuts import ResidentCut
+    from pegboard_quant.int4.legal import Place, illegal
+
+    made = ResidentCut(*cut)
+    weight = weight_of(outputs, inputs, group, zeros=group != 4096, scale=torch.float16)
+    for rows in (5, 8, 9, 16):
+        place = Place(outputs=outputs, inputs=inputs, group=group, rows=rows)
+        assert illegal(made, place, (9, 0)) is None
+        for dtype in FLOATS:
+            assert_right(weight, rows, dtype, bias=rows != 8, adds=rows > 8, cut=made)
+
+
+@pytest.mark.gpu
+def test_resident_parts_repeat_bit_for_bit() -> None:
+    from pegboard_quant.int4.cuts import ResidentCut
+
+    weight = weight_of(4096, 14336, 128, zeros=True)
+    tiled, made, x = tile(weight), launcher(), random(8, 14336, dtype=torch.bfloat16)
+    out = torch.empty(8, 4096, dtype=torch.bfloat16, device=DEVICE)
+    made.multiply_as(x, tiled, None, out, ResidentCut(2, 8, 4, 2, 132))
+    first = out.clone()
+    for _ in range(50):
+        out.fill_(torch.nan)
+        made.multiply_as(x, tiled, None, out, ResidentCut(2, 8, 4, 2, 132))
+        assert torch.equal(out, first)
+    assert not tiled.counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fetched", "early"), [(1, False), (2, True), (4, True), (0, True)])
+def test_tiles_may_be_asked_for_before_x(fetched: int, early: bool) -> None:
+    from pegboard_quant.int4.cuts import Cut
+
+    weight = weight_of(1032, 640, 128, zeros=True)
+    for split in (1, 3):
+        assert_right(weight, 16, torch.bfloat16, bias=True, cut=Cut(128, 16, split, 3, False, fetched, early))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("block_m", [128, 256])

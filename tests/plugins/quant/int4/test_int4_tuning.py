@@ -14,7 +14,7 @@ from torch import Tensor
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
 from pegboard.errors import ConfigError
-from pegboard_quant.int4.cuts import Cut, HeldCut
+from pegboard_quant.int4.cuts import AnyCut, Cut
 from pegboard_quant.int4.launching import Int4Launcher
 from pegboard_quant.int4.layout import TiledWeight, untile
 from pegboard_quant.int4.legal import Place, candidates, illegal
@@ -29,12 +29,12 @@ SPEC = LinearSpec(name="a.qkv_proj", sources=("a.q", "a.k"), in_features=256, ou
 class Launcher(Int4Launcher):
     """Multiplies on the CPU, wrongly with some cuts, and notes with which cuts and weights it was asked to."""
 
-    def __init__(self, wrong: Callable[[HeldCut | Cut], bool] = lambda cut: False) -> None:
+    def __init__(self, wrong: Callable[[AnyCut], bool] = lambda cut: False) -> None:
         super().__init__((9, 0))
         self.wrong = wrong
-        self.asked: list[tuple[HeldCut | Cut, int]] = []
+        self.asked: list[tuple[AnyCut, int]] = []
 
-    def multiply_as(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: HeldCut | Cut) -> None:
+    def multiply_as(self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: AnyCut) -> None:
         self.asked.append((cut, weight.words.data_ptr()))
         out.copy_(x.float() @ dense(untile(weight)).T * (0.5 if self.wrong(cut) else 1.0))
 
@@ -78,7 +78,8 @@ def test_the_table_is_read_again(tmp_path: Path) -> None:
             made._launcher.asked.clear()  # type: ignore[attr-defined]
             calls[0]()
             ((cut, _),) = made._launcher.asked  # type: ignore[attr-defined]
-            costs[way] = 1 / (cut.warps if isinstance(cut, HeldCut) else cut.split) + cut.block_n / 1000
+            parts, block_n = (cut.split, cut.block_n) if isinstance(cut, Cut) else (cut.warps, 16)
+            costs[way] = 1 / parts + block_n / 1000
             best.setdefault(product.name, {})[way] = cut
         way = min(costs, key=costs.__getitem__)
         chosen[product.name] = way, costs[way]

@@ -141,6 +141,7 @@ def derive_needs(
             storages=frozenset(info.storage for info in checkpoint.tensors().values()),
             max_rows=config.max_rows,
             batch_invariant=config.batch_invariant,
+            objective=config.objective,
         ),
         ops=OpsNeed(
             device=device,

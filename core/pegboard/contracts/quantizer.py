@@ -91,6 +91,8 @@ class QuantizerNeed(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int = 1
     #: A row's result must not depend on how many rows there are, bit for bit.
     batch_invariant: bool = False
+    #: What the config asks for: "latency", "throughput", "determinism" or "memory".
+    objective: str = "throughput"
 
 
 class Quantizer(ABC):

@@ -29,6 +29,7 @@ def pegboard_parts() -> tuple[Part, ...]:
             role="quantizer",
             name="blocks-cuda",
             factory="pegboard_quant.packed.blocks_quantizer:BlocksCudaQuantizer",
+            options="pegboard_quant.options:BlocksCudaOptions",
             summary="GGUF blocks of Q4_0, Q4_1 and Q4_K stay packed on a GPU",
             matches=("gguf",),
             devices=("cuda",),

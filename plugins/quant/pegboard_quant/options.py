@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class DenseOptions(BaseModel):
@@ -26,6 +26,16 @@ class Int8CpuOptions(BaseModel):
     activations: Literal["int16", "int8"] = "int16"
     #: What computes many rows at once: the same int8 weights, or float32 ones that are held beside them.
     prefill: Literal["int8", "float32"] = "int8"
+
+
+class BlocksCudaOptions(BaseModel):
+    """Options of the part `blocks-cuda`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    #: Linears of fewer weights, on each device, become dense: their products are faster so. None: 2^23, and 0 with the
+    #: objective `memory`.
+    dense_below: int | None = Field(default=None, ge=0)
 
 
 class PackedOptions(BaseModel):

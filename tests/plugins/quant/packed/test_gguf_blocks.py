@@ -25,11 +25,14 @@ from pegboard.testing.oracles.checkpoints import MemoryCheckpoint
 from pegboard.testing.oracles.gguf_files import write_llama
 from pegboard.testing.tiny import tiny_model
 from pegboard_quant.int4.layout import TiledWeight, tile, untile
+from pegboard_quant.options import BlocksCudaOptions
 from pegboard_quant.packed.blocks_quantizer import BlocksCudaQuantizer
 from pegboard_quant.packed.gguf_blocks import KINDS, read_blocks_as_codes
 from pegboard_quant.packed.linear import GroupLinear
 from pegboard_quant.packed.weight import dense
 
+#: However small
+ALL = BlocksCudaOptions(dense_below=0)
 CUDA = DeviceFacts(type="cuda", index=0, capability=(9, 0))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -110,7 +113,7 @@ def test_scales_beyond_float16_are_refused() -> None:
     blocks[:, 4] = 2
     with pytest.raises(CheckpointError, match=r"scale or an offset of 3\.7.*e\+06, and float16 ends at 65504"):
         read_blocks_as_codes(blocks | torch.tensor([0] * 4 + [63] * 12 + [0] * 128, dtype=torch.uint8), KINDS["Q4_K"])
-    made = BlocksCudaQuantizer.create(need(device=DeviceFacts(type="cpu")), None)
+    made = BlocksCudaQuantizer.create(need(device=DeviceFacts(type="cpu")), ALL)
     with pytest.raises(CheckpointError, match=r"proj: .* quantizer 'none'"):
         made.linear(spec, checkpoint, Shard())
 
@@ -138,8 +141,8 @@ def test_every_code_and_sign() -> None:
     ],
 )
 def test_what_it_refuses(changes: dict[str, Any], words: str) -> None:
-    assert not BlocksCudaQuantizer.refusals(need(), None)
-    assert words in " ".join(BlocksCudaQuantizer.refusals(need(**changes), None))
+    assert not BlocksCudaQuantizer.refusals(need(), ALL)
+    assert words in " ".join(BlocksCudaQuantizer.refusals(need(**changes), ALL))
 
 
 def checkpoint_of(*kinds: str, columns: int = 96, **changes: Any) -> tuple[Any, LinearSpec, Tensor]:
@@ -163,7 +166,7 @@ def checkpoint_of(*kinds: str, columns: int = 96, **changes: Any) -> tuple[Any, 
 @pytest.mark.parametrize("rows", [1, 7, 64, 400])
 def test_products_on_a_device(kind: str, rows: int) -> None:
     checkpoint, spec, meant = checkpoint_of(kind, kind, columns=1024 if kind == "Q4_K" else 608)
-    made = BlocksCudaQuantizer.create(need(storages=frozenset({kind})), None)
+    made = BlocksCudaQuantizer.create(need(storages=frozenset({kind})), ALL)
     found = made.linear(spec, checkpoint, Shard())
     assert found.weight_bytes == made.bytes_for(spec, checkpoint.tensors(), Shard())
     x = torch.randn(rows, spec.in_features, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
@@ -211,7 +214,7 @@ def test_sources_of_several_types_stay_apart(
     blocked = [kind if columns % written.block_size(kind)[0] == 0 else "F32" for kind in kinds]
     checkpoint, spec, meant = checkpoint_of(*blocked, columns=columns, tied=tied, bias=True)
     checkpoint.storages |= {f"s{at}.weight": kind for at, kind in enumerate(kinds)}
-    made = BlocksCudaQuantizer.create(need(device=DeviceFacts(type="cpu"), dtype="float32"), None)
+    made = BlocksCudaQuantizer.create(need(device=DeviceFacts(type="cpu"), dtype="float32"), ALL)
     with caplog.at_level(logging.WARNING, "pegboard"):
         found = made.linear(spec, checkpoint, Shard())
     assert isinstance(found, GroupLinear)
@@ -229,7 +232,7 @@ def test_sources_of_several_types_stay_apart(
 @pytest.mark.gpu
 def test_a_dense_source_beside_packed_ones_on_a_device() -> None:
     checkpoint, spec, meant = checkpoint_of("Q4_K", "Q4_K", "Q6_K", columns=768, bias=True)
-    made = BlocksCudaQuantizer.create(need(storages=frozenset({"Q4_K", "Q6_K"})), None)
+    made = BlocksCudaQuantizer.create(need(storages=frozenset({"Q4_K", "Q6_K"})), ALL)
     found = made.linear(spec, checkpoint, Shard())
     assert found.weight is None
     assert found.weight_bytes == made.bytes_for(spec, checkpoint.tensors(), Shard())
@@ -254,16 +257,42 @@ def test_an_engine_on_a_q4_k_m_file(make_engine: Callable[..., Any], tmp_path: P
         output = engine.generate([prompt], scored)[0].raise_for_error()
         return engine.plan, torch.tensor([record.logprob for record in output.prompt_logprobs])
 
-    plan, found = logprobs()
+    plan, found = logprobs(objective="memory")
     dense_plan, expected = logprobs(quantizer="none")
     assert plan.parts["quantizer"].name == "blocks-cuda"
     assert plan.memory.weights < dense_plan.memory.weights
     assert (found - expected).norm() / (expected - expected.mean()).norm() < 0.15
 
 
+@pytest.mark.parametrize(
+    ("objective", "below", "packed"),
+    [("throughput", None, False), ("memory", None, True), ("memory", 4000, False), ("latency", 3840, True)],
+)
+def test_small_linears_are_dense(
+    objective: str, below: int | None, packed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where dense products are faster, unless memory is what counts, or an option says so; without a warning."""
+    checkpoint, spec, meant = checkpoint_of("Q4_1", columns=96)
+    asked = need(device=DeviceFacts(type="cpu"), dtype="float32", objective=objective)
+    made = BlocksCudaQuantizer.create(asked, BlocksCudaOptions(dense_below=below))
+    with caplog.at_level(logging.WARNING, "pegboard"):
+        found = made.linear(spec, checkpoint, Shard())
+    assert isinstance(found, GroupLinear) == packed
+    assert found.weight_bytes == made.bytes_for(spec, checkpoint.tensors(), Shard())
+    assert packed or torch.equal(found(torch.eye(96)).T, meant)
+    assert not caplog.records
+
+
+def test_the_report_says_what_is_small() -> None:
+    [plain] = BlocksCudaQuantizer.create(need(), BlocksCudaOptions()).notes()
+    assert "others become dense, and so do linears of fewer than 8,388,608 weights" in plain
+    [all_kept] = BlocksCudaQuantizer.create(need(objective="memory"), BlocksCudaOptions()).notes()
+    assert all_kept.endswith("others become dense")
+
+
 def test_the_report_says_what_is_rounded() -> None:
-    [exact] = BlocksCudaQuantizer.create(need(), None).notes()
-    [rounded] = BlocksCudaQuantizer.create(need(storages=frozenset({"Q4_1", "Q4_K", "Q6_K"})), None).notes()
+    [exact] = BlocksCudaQuantizer.create(need(), ALL).notes()
+    [rounded] = BlocksCudaQuantizer.create(need(storages=frozenset({"Q4_1", "Q4_K", "Q6_K"})), ALL).notes()
     assert "blocks of Q4_1 stay packed" in exact
     assert "rounded" not in exact
     assert "blocks of Q4_1 and Q4_K stay packed" in rounded
@@ -273,7 +302,7 @@ def test_the_report_says_what_is_rounded() -> None:
 @pytest.mark.gpu
 def test_what_has_no_kernel_is_dense(caplog: pytest.LogCaptureFixture) -> None:
     checkpoint, spec, meant = checkpoint_of("Q5_0", "Q8_0")
-    made = BlocksCudaQuantizer.create(need(), None)
+    made = BlocksCudaQuantizer.create(need(), ALL)
     with caplog.at_level(logging.WARNING, "pegboard"):
         found = made.linear(spec, checkpoint, Shard())
         made.linear(spec, checkpoint, Shard())

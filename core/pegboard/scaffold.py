@@ -19,7 +19,7 @@ _TEMPLATES: Final = Path(__file__).parent / "templates"
 #: Files of every role; those of a role stand beside.
 _COMMON: Final = "common"
 #: Roles that have a template.
-TEMPLATE_ROLES: Final = ("attention", "cache", "scheduler", "sampler", "quantizer", "logits_processor")
+TEMPLATE_ROLES: Final = ("attention", "cache", "scheduler", "sampler", "quantizer", "logits_processor", "speculator")
 
 
 class NewPlugin(msgspec.Struct, frozen=True, kw_only=True):

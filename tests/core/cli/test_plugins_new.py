@@ -28,6 +28,7 @@ NAMES = {
     "sampler": "slot2",
     "quantizer": "int4-linear",
     "logits_processor": "text-arguments",
+    "speculator": "draft-table",
 }
 #: Standard tests that the ordinary run leaves out: they take longer than all others together.
 SLOW = "not test_random_use and not test_long_random_use and not test_many_cancels and not test_distribution"
@@ -66,7 +67,7 @@ def test_their_tests_pass_where_they_lie(tmp_path: Path) -> None:
         assert re.search(rf"tests/test_{name}\.py::test_an_engine_uses_it PASSED", out), name
 
 
-@pytest.mark.supports("Plugins", "a new plugin of any of six roles from a template: installs, passes its tests")
+@pytest.mark.supports("Plugins", "a new plugin of any of seven roles from a template: installs, passes its tests")
 @pytest.mark.full
 def test_it_installs_and_passes_in_a_fresh_environment(tmp_path: Path) -> None:
     venv = tmp_path / "venv"

@@ -27,6 +27,9 @@ _STAGED: Final = (
     (6, True, 0, False),
 )
 _STAGED_MANY: Final = ((3, False, 0, False),)
+#: Tiles of a part that `multiply_resident` should have at least, and how full its warps' turns must be.
+_LEAST_PART: Final = 14
+_LEAST_FILL: Final = 0.6
 #: Programs for each multiprocessor up to which sums are split.
 _MOST_PROGRAMS: Final = 6
 
@@ -124,7 +127,9 @@ def candidates(place: Place, capability: tuple[int, int], processors: int) -> It
     if HELD_ROWS < place.rows <= RESIDENT_ROWS:
         for beside, split, depth in product((1, 2, 4, 8, 16), (1, 2, 4, 7), (2, 4) if place.rows <= 8 else (2,)):
             resident = ResidentCut(16 // beside, beside, split, depth, processors)
-            if illegal(resident, place, capability) is None:
+            # Parts are worth it where x is much, and warps without outputs never
+            few = split > 1 and place.tiles < _LEAST_PART * split
+            if not few and _fill(resident, place) >= _LEAST_FILL and illegal(resident, place, capability) is None:
                 yield resident
     many = capability[0] == 9 and place.group >= TILE and place.inputs % 8 == 0
     most = 256 if many else 64 if capability >= (9, 0) else 32
@@ -137,6 +142,12 @@ def candidates(place: Place, capability: tuple[int, int], processors: int) -> It
             cut = Cut(block_n, block_m, split, *staged)
             if illegal(cut, place, capability) is None:
                 yield cut
+
+
+def _fill(cut: ResidentCut, place: Place) -> float:
+    """Of the turns of a program's warps, those with outputs of their own."""
+    blocks, at_once = -(-place.outputs // RESIDENT_OUTPUTS), cut.slots(place.outputs) * cut.outputs_warps
+    return blocks / (at_once * -(-blocks // at_once))
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -39,8 +39,8 @@ from .registry.resolution import Decision, resolve, winner
 from .selection import Selection, role_of
 from .text import Tokenizer, has_tokenizer, load_tokenizer, no_tokenizer
 
-#: With the last token their ancestors are bits of 63.
 _HIDDEN: Final = ("none", "kept", "all")
+#: With the last token their ancestors are bits of 63.
 _MOST_IN_TREE = 62
 
 

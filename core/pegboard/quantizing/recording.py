@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from ..contracts.checkpoint import Checkpoint, TensorInfo
 from ..contracts.part import Part
 from ..contracts.quantizer import LinearSpec, LinearStatistics, Quantizer, QuantizerNeed, Shard
+from ..devices import torch_device
 from ..dtypes import element_bytes
 from ..linears import DenseParts, read_dense, scheme_refusals, shape_of, stored_names
 from ..registry.hookspecs import hookimpl
@@ -82,7 +83,7 @@ class RecordingQuantizer(Quantizer):
 
     def __init__(self, need: QuantizerNeed) -> None:
         self._dtype = need.dtype
-        self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
+        self._device = torch_device(need.device)
 
     @classmethod
     def refusals(cls, need: QuantizerNeed, options: None) -> Sequence[str]:

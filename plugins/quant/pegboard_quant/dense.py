@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
+from pegboard.devices import torch_device
 from pegboard.dtypes import FLOAT_DTYPES, element_bytes
 from pegboard.linears import DenseParts, read_dense, scheme_refusals, shape_of, stored_names, weight_names
 
@@ -23,7 +24,7 @@ class DenseQuantizer(Quantizer):
 
     def __init__(self, need: QuantizerNeed, options: DenseOptions) -> None:
         self._dtype = need.dtype
-        self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
+        self._device = torch_device(need.device)
         self._is_cpu_float32 = need.device.type == "cpu" and need.dtype == "float32"
         self._packs = options.pack
 

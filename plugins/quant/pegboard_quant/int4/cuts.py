@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from .layout import LEAST_ROWS, TILE
+from .layout import TILE, counters_of
 
 #: Rows up to which words wait in registers for x.
 HELD_ROWS: Final = 4
@@ -97,6 +97,11 @@ def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
     return HeldCut(cut.block_n, warps, min(cut.ahead, turns))
 
 
+def resident_columns(rows: int) -> int:
+    """Rows of x that `multiply_resident` computes for so many."""
+    return 8 if rows <= 8 else RESIDENT_ROWS
+
+
 def resident_cut(rows: int, outputs: int, inputs: int) -> ResidentCut | None:
     """For up to 8 rows on Hopper, groups of whole tiles and inputs of such; None: `rows_cut`."""
     tiles = -(-inputs // TILE)
@@ -109,8 +114,7 @@ def resident_cut(rows: int, outputs: int, inputs: int) -> ResidentCut | None:
     shared = 16 // beside
     depth = 4 if part % (4 * shared) == 0 else min(2, -(-part // shared))
     if split > 1:
-        counters = -(-outputs // TILE) * TILE // LEAST_ROWS
-        return ResidentCut(shared, beside, split, depth, min(_PROCESSORS, counters * split))
+        return ResidentCut(shared, beside, split, depth, min(_PROCESSORS, counters_of(outputs) * split))
     return ResidentCut(shared, beside, split, depth, _PROCESSORS)
 
 
@@ -133,7 +137,7 @@ def many_cut(rows: int, outputs: int, inputs: int) -> Cut:
     block_n = 128 if block_m == 256 and row_blocks * outputs >= _PROCESSORS * 128 * 2 // 3 else 64
     programs = row_blocks * -(-outputs // block_n)
     split = max(1, min(room // programs, 8, -(-inputs // TILE) // 8))
-    if programs > -(-outputs // TILE) * TILE // LEAST_ROWS:
+    if programs > counters_of(outputs):
         split = 1  # there are no counters for so many
     return Cut(block_n, block_m, split, 3)
 

@@ -21,6 +21,7 @@ from .cuts import (
     ResidentCut,
     held_cut,
     many_cut,
+    resident_columns,
     resident_cut,
     rows_cut,
 )
@@ -85,7 +86,7 @@ class Int4Launcher:
             held = held_cut(max(1, rows), outputs, inputs)
             if held is not None:
                 return held
-        if many and HELD_ROWS < rows <= FEW_ROWS:
+        if many and rows > HELD_ROWS:
             resident = resident_cut(rows, outputs, inputs)
             if resident is not None:
                 return resident
@@ -150,7 +151,7 @@ class Int4Launcher:
         common: dict[str, Any],
     ) -> None:  # fmt: skip
         rows, (outputs, inputs) = x.shape[0], weight.shape
-        tiles, columns = weight.words.shape[1], 8 if rows <= 8 else 16
+        tiles, columns = weight.words.shape[1], resident_columns(rows)
         part, blocks = triton.cdiv(tiles, cut.split), triton.cdiv(outputs, RESIDENT_OUTPUTS)
         split = triton.cdiv(tiles, part)
         partial = out

@@ -66,13 +66,17 @@ def groups_of(columns: int, group: int) -> tuple[int, int]:
     return group, -(-padded // group)
 
 
+def counters_of(rows: int) -> int:
+    """Counters of a weight with so many rows: the most sums that programs may share."""
+    return -(-rows // TILE) * TILE // LEAST_ROWS
+
+
 def tiled_bytes(rows: int, columns: int, group: int, *, ordered: bool) -> int:
     """`nbytes` of such a weight."""
     row_tiles, column_tiles = -(-rows // TILE), -(-columns // TILE)
     words = row_tiles * column_tiles * TILE * TILE // 8
     steps = groups_of(columns, group)[1] * row_tiles * TILE
-    counters = row_tiles * TILE // LEAST_ROWS
-    return 4 * (words + steps + counters + (columns if ordered else 0))
+    return 4 * (words + steps + counters_of(rows) + (columns if ordered else 0))
 
 
 def tile(weight: PackedWeight) -> TiledWeight:
@@ -94,7 +98,7 @@ def tile(weight: PackedWeight) -> TiledWeight:
         scale_dtype=weight.scales.dtype,
         words=torch.cat(parts),
         steps=pad(steps, (0, groups - steps.shape[1], 0, above)).T.contiguous(),
-        counters=torch.zeros((rows + above) // LEAST_ROWS, dtype=torch.int32, device=weight.codes.device),
+        counters=torch.zeros(counters_of(rows), dtype=torch.int32, device=weight.codes.device),
         order=weight.order,
         shifted=weight.offsets is not None,
     )

@@ -8,8 +8,18 @@ from typing import Final
 
 import msgspec
 
-from .cuts import FEW_ROWS, HELD_ROWS, RESIDENT_OUTPUTS, RESIDENT_ROWS, AnyCut, Cut, HeldCut, ResidentCut
-from .layout import LEAST_ROWS, TILE
+from .cuts import (
+    FEW_ROWS,
+    HELD_ROWS,
+    RESIDENT_OUTPUTS,
+    RESIDENT_ROWS,
+    AnyCut,
+    Cut,
+    HeldCut,
+    ResidentCut,
+    resident_columns,
+)
+from .layout import TILE, counters_of
 
 #: Bytes of shared memory that a program may use for all of x, in either kernel, and for the tiles in flight.
 _HELD_BYTES: Final = 160 << 10
@@ -76,13 +86,13 @@ def _illegal_resident(cut: ResidentCut, place: Place, *, hopper: bool) -> str | 
     powers = [1, 2, 4, 8, 16]
     if cut.inputs_warps not in powers or cut.outputs_warps not in powers or cut.warps not in (4, 8, 16):
         return "inputs_warps and outputs_warps must be powers of 2, together 4, 8 or 16"
-    counters = -(-place.outputs // TILE) * TILE // LEAST_ROWS
+    counters = counters_of(place.outputs)
     if not 1 <= cut.split <= min(16, place.tiles, cut.programs):
         return f"split must be 1 to {min(16, place.tiles)} here, and not more than programs"
     if cut.split > 1 and cut.slots(place.outputs) > counters:
         return f"programs must be {counters * cut.split} or fewer here"
-    columns = 8 if place.rows <= 8 else 16
-    held = (cut.held(place.inputs) * (2 * TILE + 4) + cut.warps * RESIDENT_OUTPUTS * 4) * columns
+    held = cut.held(place.inputs) * (2 * TILE + 4) + cut.warps * RESIDENT_OUTPUTS * 4
+    held *= resident_columns(place.rows)
     part = -(-place.tiles // cut.split)
     turns = -(-part // cut.inputs_warps)
     if not 1 <= cut.depth <= min(4, turns) or held > _RESIDENT_BYTES:
@@ -111,7 +121,7 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
         )
     if not 2 <= cut.stages <= 6 or cut.stages * tile_bytes > _STAGED_BYTES:
         return "stages must be 2 to 6, with no more than 192 KiB of tiles in flight"
-    counters = -(-place.outputs // TILE) * TILE // LEAST_ROWS
+    counters = counters_of(place.outputs)
     parts = -(-place.outputs // cut.block_n) * -(-place.rows // cut.block_m)
     if not 1 <= cut.split <= min(16, place.tiles) or (cut.split > 1 and parts > counters):
         return f"split must be 1 to {min(16, place.tiles)} here, and 1 where there are more than {counters} sums"

@@ -14,6 +14,7 @@ from torch import Tensor
 from pegboard.contracts.checkpoint import TensorInfo
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.quantizer import KernelTuner, LinearSpec, QuantizerNeed, Shard, TunedProduct
+from pegboard.devices import torch_device
 from pegboard.errors import ConfigError
 
 from ..packed.rounding import round_to_nearest
@@ -90,7 +91,7 @@ class Int4Tuner(KernelTuner):
 
     def _of_shape(self, shape: tuple[int, int, int], all_rows: Sequence[int]) -> Iterator[TunedProduct]:
         outputs, inputs, group = shape
-        device = f"{self._facts.type}:{self._facts.index}" if self._facts.type == "cuda" else self._facts.type
+        device = torch_device(self._facts)
         generator = torch.Generator(device).manual_seed(0)
         weight = torch.randn(outputs, inputs, device=device, dtype=self._dtype, generator=generator) * 0.02
         packed = round_to_nearest(weight, 4, group, symmetric=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
+from pegboard.devices import torch_device
 from pegboard.dtypes import element_bytes
 from pegboard.errors import CheckpointError
 from pegboard.linears import output_parts, read_blocks, scheme_refusals, shape_of, stored_names, weight_names
@@ -45,7 +46,7 @@ class BlocksCudaQuantizer(Quantizer):
         usual = 0 if need.objective == "memory" else _PACKED_FROM
         self._dense_below = usual if options.dense_below is None else options.dense_below
         self._launcher = new_launcher(need)
-        self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
+        self._device = torch_device(need.device)
         self._dense = DenseQuantizer.create(need, DenseOptions())
         self._told: set[str] = set()
 
@@ -108,10 +109,11 @@ class BlocksCudaQuantizer(Quantizer):
     def _kinds(self, spec: LinearSpec, stored: Mapping[str, TensorInfo], shard: Shard) -> list[BlockKind | None]:
         """Of each source that stays packed: a rank has whole blocks of it, and the linear is large. None: it becomes
         dense."""
-        columns = shape_of(spec, shard)[1]
-        kinds = [KINDS.get(stored[name].storage) if name in stored else None for name in weight_names(spec)]
-        large = self._is_large(spec, shard)
-        return [None if kind is None or columns % kind.columns or not large else kind for kind in kinds]
+        names, columns = weight_names(spec), shape_of(spec, shard)[1]
+        if not self._is_large(spec, shard):
+            return [None] * len(names)
+        kinds = [KINDS.get(stored[name].storage) if name in stored else None for name in names]
+        return [None if kind is None or columns % kind.columns else kind for kind in kinds]
 
     def _piece(self, spec: LinearSpec, kind: BlockKind | None, weights: Sequence[Tensor]) -> TiledWeight | Tensor:
         whole = torch.cat([weight.to(self._device) for weight in weights])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
+from pegboard.devices import torch_device
 from pegboard.dtypes import element_bytes
 from pegboard.errors import CheckpointError
 from pegboard.linears import input_part, output_parts, read_dense, scheme_refusals, shape_of, stored_names
@@ -41,7 +42,7 @@ class RoundingQuantizer(Quantizer):
         self._need = need
         self._dtype = need.dtype
         self._launcher = new_launcher(need, _table(options))
-        self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
+        self._device = torch_device(need.device)
         self._dense = DenseQuantizer.create(need, DenseOptions())
 
     @classmethod

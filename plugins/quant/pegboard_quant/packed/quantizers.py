@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pegboard.contracts.checkpoint import Checkpoint, TensorInfo
 from pegboard.contracts.quantizer import LinearSpec, Quantizer, QuantizerNeed, Shard
+from pegboard.devices import torch_device
 from pegboard.dtypes import FLOAT_DTYPES, element_bytes
 from pegboard.errors import ConfigError
 from pegboard.linears import shape_of
@@ -63,7 +64,7 @@ class PackedQuantizer(Quantizer):
         self._need = need
         self._dtype = need.dtype
         self._launcher = new_launcher(need, options.table)
-        self._device = f"{need.device.type}:{need.device.index}" if need.device.type == "cuda" else need.device.type
+        self._device = torch_device(need.device)
         self._dense = DenseQuantizer.create(need, DenseOptions())
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Final
 
 import msgspec
@@ -11,20 +10,23 @@ from .layout import TILE, counters_of
 
 #: Rows up to which words wait in registers for x.
 HELD_ROWS: Final = 4
-#: Rows up to which `multiply_resident` keeps x in shared memory, and up to which rules take it.
-RESIDENT_ROWS: Final = 16
-_RESIDENT_RULE: Final = 8
-#: Tiles of x that a program keeps by that rule, at most.
-_RESIDENT_TILES: Final = 32
+#: Rows up to which `multiply_streamed` multiplies.
+STREAMED_ROWS: Final = 16
+#: Outputs from which it is ahead with any number of rows, and weights from which it is with more than `_FEWER_ROWS`.
+_STREAMED_OUTPUTS: Final = 16384
+_STREAMED_WEIGHTS: Final = 24_000_000
+_FEWER_ROWS: Final = 2
+#: Weights from which x is split into digits for it, which takes a kernel of its own.
+_DIGITS_WEIGHTS: Final = 40_000_000
+#: Programs up to which it splits sums.
+_STREAMED_PROGRAMS: Final = 512
 #: Rows up to which `multiply_rows` is ahead of `multiply_many`.
 FEW_ROWS: Final = 64
-#: Outputs of a warp of `multiply_resident`.
-RESIDENT_OUTPUTS: Final = 16
 #: Bytes of x that a program of `multiply_held` holds.
 _HELD_BYTES: Final = 160 << 10
 #: Programs up to which sums are split.
 _PROGRAMS: Final = 440
-#: Multiprocessors, of an H200, that `multiply_resident` and `multiply_many` should fill.
+#: Multiprocessors, of an H200, that `multiply_streamed` and `multiply_many` should fill.
 _PROCESSORS: Final = 132
 
 
@@ -36,28 +38,16 @@ class HeldCut(msgspec.Struct, frozen=True, tag="held", forbid_unknown_fields=Tru
     ahead: int
 
 
-class ResidentCut(msgspec.Struct, frozen=True, tag="resident", forbid_unknown_fields=True):
-    """Warps that share the inputs of 16 outputs, warps beside them with other outputs, programs that share the inputs
-    of outputs, tiles that a warp asks for ahead, and programs in all, the shared ones counted apart."""
+class StreamedCut(msgspec.Struct, frozen=True, tag="streamed", forbid_unknown_fields=True):
+    """Outputs that a program makes, programs that share each sum, tiles whose words are asked for ahead, tiles of x in
+    a copy, copies in flight, and whether x is split into digits for a product of 8-bit integers."""
 
-    inputs_warps: int
-    outputs_warps: int
+    block_n: int
     split: int
     depth: int
-    programs: int
-
-    @property
-    def warps(self) -> int:
-        return self.inputs_warps * self.outputs_warps
-
-    def held(self, inputs: int) -> int:
-        """Tiles of x that a program has memory for."""
-        tiles = -(-inputs // TILE)
-        return max(self.warps, _power_of_two(-(-tiles // self.split)))
-
-    def slots(self, outputs: int) -> int:
-        """Programs with outputs of their own."""
-        return min(-(-outputs // RESIDENT_OUTPUTS), self.programs // self.split)
+    copied: int
+    stages: int
+    digits: bool
 
 
 class Cut(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True):
@@ -75,19 +65,16 @@ class Cut(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True)
     early: bool = False
 
 
-AnyCut = HeldCut | ResidentCut | Cut
+AnyCut = HeldCut | StreamedCut | Cut
 
 
 def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
     """For 1 to `HELD_ROWS` rows on Hopper and groups of whole tiles; None: `rows_cut`."""
     tiles, rows = -(-inputs // TILE), _power_of_two(rows)
-    many = outputs >= 16384
     if tiles >= 64:
         cut = HeldCut(16 if outputs < 2048 else 32, 16 if rows < 4 else 8, 1 if rows == 1 else 2)
     elif rows == 1:
-        cut = HeldCut(16, 4, 3) if many else HeldCut(16, 8, 1) if outputs >= 5120 else HeldCut(16, 16, 1)
-    elif many and rows > 2:
-        return None
+        cut = HeldCut(16, 8 if outputs >= 5120 else 16, 1)
     else:
         cut = HeldCut(32, 4, 4) if outputs >= 5120 else HeldCut(32, 8, 2)
     warps = min(cut.warps, 1 << (tiles.bit_length() - 1))
@@ -97,25 +84,30 @@ def held_cut(rows: int, outputs: int, inputs: int) -> HeldCut | None:
     return HeldCut(cut.block_n, warps, min(cut.ahead, turns))
 
 
-def resident_columns(rows: int) -> int:
-    """Rows of x that `multiply_resident` computes for so many."""
-    return 8 if rows <= 8 else RESIDENT_ROWS
+def streamed_columns(rows: int) -> int:
+    """Rows of x that `multiply_streamed` computes for so many."""
+    return 8 if rows <= 8 else STREAMED_ROWS
 
 
-def resident_cut(rows: int, outputs: int, inputs: int) -> ResidentCut | None:
-    """For up to 8 rows on Hopper, groups of whole tiles and inputs of such; None: `rows_cut`."""
+def streams(rows: int, outputs: int, inputs: int) -> bool:
+    """Whether the rule for so many rows, up to `STREAMED_ROWS`, is `streamed_cut`, where it may be."""
+    if rows > HELD_ROWS or outputs >= _STREAMED_OUTPUTS:
+        return True
+    return rows > _FEWER_ROWS and outputs * inputs >= _STREAMED_WEIGHTS
+
+
+def streamed_cut(outputs: int, inputs: int) -> StreamedCut:
+    """On Hopper, for groups of whole tiles."""
     tiles = -(-inputs // TILE)
-    if rows > _RESIDENT_RULE or inputs % TILE or tiles < 16 or outputs < 2048:
-        return None
-    split = -(-tiles // _RESIDENT_TILES)
-    part = -(-tiles // split)
-    each = -(-outputs // RESIDENT_OUTPUTS) * split / _PROCESSORS
-    beside = next((n for n in (16, 8, 4, 2) if each >= 0.8 * n * ceil(each / n)), 1)
-    shared = 16 // beside
-    depth = 4 if part % (4 * shared) == 0 else min(2, -(-part // shared))
-    if split > 1:
-        return ResidentCut(shared, beside, split, depth, min(_PROCESSORS, counters_of(outputs) * split))
-    return ResidentCut(shared, beside, split, depth, _PROCESSORS)
+    if outputs >= _STREAMED_OUTPUTS:
+        block_n, split, copied = 128, 1, 4
+    else:
+        block_n, copied = 64, 2
+        most = max(1, min(_STREAMED_PROGRAMS // -(-outputs // 64), tiles // 4, 16))
+        # Parts of whole bodies of four tiles, if there are such
+        split = next((n for n in range(most, 0, -1) if -(-tiles // n) % 4 == 0), most)
+    depth = min(4, _power_of_two(tiles))
+    return StreamedCut(block_n, split, depth, min(copied, depth), 2, outputs * inputs >= _DIGITS_WEIGHTS)
 
 
 def rows_cut(rows: int, outputs: int, inputs: int, group: int, *, wide: bool) -> Cut:

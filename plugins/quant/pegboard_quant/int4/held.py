@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .registers import less_zero, scale_of, unpack_words
+from .registers import less_zero, scale_of, store_sums, unpack_words
 
 #: Two numbers of the first or of the second, by a flag that is the same for both
 _CHOOSE = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; selp.b32 $0, $1, $2, p; }")
@@ -126,10 +126,4 @@ def multiply_held(
     y = gl.sum(gl.convert_layout(total, WHOLE), 0)
     y_n = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT))
     y_m = gl.arange(0, 8, gl.SliceLayout(0, OUT))
-    if BIAS:
-        y += gl.load(bias + y_n, mask=y_n < N, other=0.0).to(gl.float32)[:, None]
-    there = (y_n < N)[:, None] & (y_m < M)[None, :] & (y_m < ROWS)[None, :]
-    out_at = out + y_m[None, :].to(gl.int64) * OUT_STRIDE + y_n[:, None]
-    if ADDS:
-        y += gl.load(out_at, mask=there, other=0.0).to(gl.float32)
-    gl.store(out_at, y.to(out.dtype.element_ty), mask=there)
+    store_sums(y, y_n, y_m, bias, out, M, N, OUT_STRIDE, BIAS, ADDS)

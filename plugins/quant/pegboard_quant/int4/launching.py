@@ -15,21 +15,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .cuts import (
     FEW_ROWS,
     HELD_ROWS,
-    RESIDENT_OUTPUTS,
+    STREAMED_ROWS,
     AnyCut,
     HeldCut,
-    ResidentCut,
+    StreamedCut,
     held_cut,
     many_cut,
-    resident_columns,
-    resident_cut,
     rows_cut,
+    streamed_columns,
+    streamed_cut,
+    streams,
 )
+from .digits import split_digits
 from .held import multiply_held
 from .kernels import dequantise_tiles, multiply_rows
 from .layout import TILE, TiledWeight
 from .many import multiply_many
-from .resident import multiply_resident
+from .streamed import multiply_streamed
 from .tables import Cuts
 
 #: Rows from which the weight is dequantised once and cuBLAS multiplies: with `multiply_many`, and without it.
@@ -38,6 +40,9 @@ _DENSE_ROWS_ELSE: Final = 257
 _TYPES: Final = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 #: Of x in shared memory.
 _LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_LAYOUT_OF_BYTES: Final = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+#: Programs that split x into digits: about so many finish first.
+_DIGITS_PROGRAMS: Final = 448
 
 
 class Int4Launcher:
@@ -82,14 +87,12 @@ class Int4Launcher:
         measured = self._cuts.cut(max(1, rows), outputs, inputs, group)
         if measured is not None:
             return measured
+        if many and rows <= STREAMED_ROWS and streams(rows, outputs, inputs):
+            return streamed_cut(outputs, inputs)
         if self._hopper and group >= TILE and rows <= HELD_ROWS:
             held = held_cut(max(1, rows), outputs, inputs)
             if held is not None:
                 return held
-        if many and rows > HELD_ROWS:
-            resident = resident_cut(rows, outputs, inputs)
-            if resident is not None:
-                return resident
         if many and rows > FEW_ROWS:
             return many_cut(rows, outputs, inputs)
         return rows_cut(max(1, rows), outputs, inputs, group, wide=self._wide)
@@ -111,8 +114,8 @@ class Int4Launcher:
         common: dict[str, Any] = {"SCALE": _TYPES[weight.scale_dtype], "BIAS": bias is not None, "ADDS": adds}
         common |= {"PDL": self.pdl, **self._options}
         group_tiles = max(1, weight.group // TILE)
-        if isinstance(cut, ResidentCut):
-            self._multiply_resident(x, weight, bias, out, cut, group_tiles, common)
+        if isinstance(cut, StreamedCut):
+            self._multiply_streamed(x, weight, bias, out, cut, group_tiles, common)
             return
         blocks = triton.cdiv(outputs, cut.block_n)
         if isinstance(cut, HeldCut):
@@ -146,27 +149,44 @@ class Int4Launcher:
             STAGES=cut.stages, FETCHED=cut.fetched, EARLY=cut.early and self.pdl, num_warps=4, **common,
         )  # fmt: skip
 
-    def _multiply_resident(
-        self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: ResidentCut, group_tiles: int,
+    def _multiply_streamed(
+        self, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor, cut: StreamedCut, group_tiles: int,
         common: dict[str, Any],
     ) -> None:  # fmt: skip
         rows, (outputs, inputs) = x.shape[0], weight.shape
-        tiles, columns = weight.words.shape[1], resident_columns(rows)
-        part, blocks = triton.cdiv(tiles, cut.split), triton.cdiv(outputs, RESIDENT_OUTPUTS)
-        split = triton.cdiv(tiles, part)
-        partial = out
+        tiles, columns, blocks = weight.words.shape[1], streamed_columns(rows), triton.cdiv(outputs, cut.block_n)
+        each = triton.cdiv(tiles, cut.split)
+        split = triton.cdiv(tiles, each)
+        partial, factors = out, None
         if split > 1:
-            size = split * blocks * RESIDENT_OUTPUTS * columns
+            size = split * blocks * cut.block_n * columns
             partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        turns = triton.cdiv(part, cut.inputs_warps)
-        multiply_resident[(cut.slots(outputs), split)](
-            weight.words, weight.steps, x if x.data_ptr() % 16 == 0 else x.clone(), bias, out, partial,
-            weight.counters, rows, outputs, inputs, weight.steps.shape[1], out.stride(0), group_tiles, tiles, blocks,
-            PART=part, HELD=cut.held(inputs), KW=cut.inputs_warps, NW=cut.outputs_warps, COLUMNS=columns,
-            DEPTH=cut.depth, SPLIT=split,
-            WHOLE=tiles % split == 0 and part % cut.inputs_warps == 0 and turns % cut.depth == 0,
-            num_warps=cut.warps, maxnreg=min(255, 65536 // (32 * cut.warps)), **common,
+        if cut.digits:
+            digits, factors = self._digits(x, tiles, columns)
+            box = [cut.copied * 2 * columns, TILE]
+            source = SharedDescriptor(digits, list(digits.shape), [TILE, 1], box, _LAYOUT_OF_BYTES)
+        else:
+            x = x if x.data_ptr() % 16 == 0 else x.clone()
+            source = SharedDescriptor(x, [rows, inputs], [inputs, 1], [columns, TILE], _LAYOUT)
+        multiply_streamed[(blocks, split)](
+            weight.words, weight.steps, source, factors, bias, out, partial, weight.counters, rows, outputs,
+            weight.steps.shape[1], out.stride(0), tiles, each, group_tiles,
+            BN=cut.block_n, BM=columns, SPLIT=split, DEPTH=cut.depth, COPIED=cut.copied, STAGES=cut.stages,
+            DIGITS=cut.digits, PART=triton.next_power_of_2(triton.cdiv(each, cut.depth) * cut.depth),
+            WHOLE=tiles % split == 0 and each % cut.depth == 0,
+            num_warps=cut.block_n // 16, maxnreg=128 if cut.digits else None, **common,
         )  # fmt: skip
+
+    def _digits(self, x: Tensor, tiles: int, columns: int) -> tuple[Tensor, Tensor]:
+        """x [T, I] -> digits and factors of `split_digits`, for so many rows; those that x lacks are left undefined."""
+        rows, inputs = x.shape
+        digits = torch.empty(tiles * 2 * columns, TILE, dtype=torch.int8, device=x.device)
+        factors = torch.empty(tiles, 2, columns, dtype=torch.float32, device=x.device)
+        warps = min(8, triton.next_power_of_2(triton.cdiv(rows * tiles, _DIGITS_PROGRAMS)))
+        split_digits[(rows, triton.cdiv(tiles, warps))](
+            x, digits, factors, inputs, BM=columns, PDL=self.pdl, num_warps=warps, **self._options
+        )
+        return digits, factors
 
     def dequantise(self, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
         """W [O, I] in `dtype`, columns in the order of the codes."""

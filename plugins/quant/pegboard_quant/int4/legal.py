@@ -11,19 +11,17 @@ import msgspec
 from .cuts import (
     FEW_ROWS,
     HELD_ROWS,
-    RESIDENT_OUTPUTS,
-    RESIDENT_ROWS,
+    STREAMED_ROWS,
     AnyCut,
     Cut,
     HeldCut,
-    ResidentCut,
-    resident_columns,
+    StreamedCut,
+    streamed_columns,
 )
 from .layout import TILE, counters_of
 
-#: Bytes of shared memory that a program may use for all of x, in either kernel, and for the tiles in flight.
+#: Bytes of shared memory that a program may use for all of x, and for the tiles in flight.
 _HELD_BYTES: Final = 160 << 10
-_RESIDENT_BYTES: Final = 200 << 10
 _STAGED_BYTES: Final = 192 << 10
 #: (stages, overlapped, fetched, early) of up to `FEW_ROWS` rows, and of more.
 _STAGED: Final = (
@@ -37,11 +35,11 @@ _STAGED: Final = (
     (6, True, 0, False),
 )
 _STAGED_MANY: Final = ((3, False, 0, False),)
-#: Tiles of a part that `multiply_resident` should have at least, and how full its warps' turns must be.
-_LEAST_PART: Final = 14
-_LEAST_FILL: Final = 0.6
+#: (outputs, depth, tiles of x in a copy, copies) of `multiply_streamed`.
+_STREAMED: Final = ((64, 4, 1, 2), (64, 4, 2, 2), (64, 4, 4, 1), (128, 4, 4, 2))
 #: Programs for each multiprocessor up to which sums are split.
 _MOST_PROGRAMS: Final = 6
+_SPLITS: Final = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,31 +70,25 @@ def illegal(cut: AnyCut, place: Place, capability: tuple[int, int]) -> str | Non
         if not 1 <= cut.ahead <= turns or held > _HELD_BYTES:
             return f"ahead must be 1 to {turns} here, and x, of {held} bytes, no more than {_HELD_BYTES}"
         return None
-    if isinstance(cut, ResidentCut):
-        return _illegal_resident(cut, place, hopper=hopper)
+    if isinstance(cut, StreamedCut):
+        return _illegal_streamed(cut, place, hopper=hopper)
     return _illegal_blocks(cut, place, capability)
 
 
-def _illegal_resident(cut: ResidentCut, place: Place, *, hopper: bool) -> str | None:
-    if not hopper or place.group < TILE or place.inputs % TILE or not HELD_ROWS < place.rows <= RESIDENT_ROWS:
-        return (
-            f"resident cuts are for Hopper, groups of 128 and more, inputs of such, and {HELD_ROWS + 1} to "
-            f"{RESIDENT_ROWS} rows"
-        )
-    powers = [1, 2, 4, 8, 16]
-    if cut.inputs_warps not in powers or cut.outputs_warps not in powers or cut.warps not in (4, 8, 16):
-        return "inputs_warps and outputs_warps must be powers of 2, together 4, 8 or 16"
-    counters = counters_of(place.outputs)
-    if not 1 <= cut.split <= min(16, place.tiles, cut.programs):
-        return f"split must be 1 to {min(16, place.tiles)} here, and not more than programs"
-    if cut.split > 1 and cut.slots(place.outputs) > counters:
-        return f"programs must be {counters * cut.split} or fewer here"
-    held = cut.held(place.inputs) * (2 * TILE + 4) + cut.warps * RESIDENT_OUTPUTS * 4
-    held *= resident_columns(place.rows)
-    part = -(-place.tiles // cut.split)
-    turns = -(-part // cut.inputs_warps)
-    if not 1 <= cut.depth <= min(4, turns) or held > _RESIDENT_BYTES:
-        return f"depth must be 1 to {min(4, turns)} here, and x, of {held} bytes, no more than {_RESIDENT_BYTES}"
+def _illegal_streamed(cut: StreamedCut, place: Place, *, hopper: bool) -> str | None:
+    if not hopper or place.group < TILE or place.inputs % 8 or place.rows > STREAMED_ROWS:
+        return f"streamed cuts are for Hopper, groups of 128 and more, inputs of 8, and up to {STREAMED_ROWS} rows"
+    if cut.block_n not in (64, 128) or cut.depth not in (1, 2, 4) or cut.copied not in (1, 2, 4):
+        return "block_n must be 64 or 128, and depth and copied be 1, 2 or 4"
+    if cut.copied > cut.depth or not 1 <= cut.stages <= 8:
+        return "copied must be no more than depth, and stages be 1 to 8"
+    if not 1 <= cut.split <= min(16, place.tiles):
+        return f"split must be 1 to {min(16, place.tiles)} here"
+    columns = streamed_columns(place.rows)
+    part = -(-place.tiles // cut.split) + cut.depth
+    held = columns * (TILE * 2 * cut.copied * cut.stages + (16 * part if cut.digits else 0))
+    if held > _STAGED_BYTES:
+        return f"copies of x, and its factors, of {held} bytes, must be no more than {_STAGED_BYTES}"
     return None
 
 
@@ -134,14 +126,14 @@ def candidates(place: Place, capability: tuple[int, int], processors: int) -> It
         for held in (HeldCut(*fields) for fields in product((16, 32), (4, 8, 16), (1, 2, 4))):
             if illegal(held, place, capability) is None:
                 yield held
-    if HELD_ROWS < place.rows <= RESIDENT_ROWS:
-        for beside, split, depth in product((1, 2, 4, 8, 16), (1, 2, 4, 7), (2, 4) if place.rows <= 8 else (2,)):
-            resident = ResidentCut(16 // beside, beside, split, depth, processors)
-            # Parts are worth it where x is much, and warps without outputs never
-            few = split > 1 and place.tiles < _LEAST_PART * split
-            if not few and _fill(resident, place) >= _LEAST_FILL and illegal(resident, place, capability) is None:
-                yield resident
     many = capability[0] == 9 and place.group >= TILE and place.inputs % 8 == 0
+    if many and place.rows <= STREAMED_ROWS:
+        for (block_n, depth, copied, stages), split, digits in product(_STREAMED, _SPLITS, (False, True)):
+            streamed = StreamedCut(block_n, split, depth, copied, stages, digits)
+            crowded = split > 1 and -(-place.outputs // block_n) * split > _MOST_PROGRAMS * processors
+            if not crowded and illegal(streamed, place, capability) is None:
+                yield streamed
+        return  # the kernel of blocks was behind wherever both were measured
     most = 256 if many else 64 if capability >= (9, 0) else 32
     block_m = min(1 << max(4, (place.rows - 1).bit_length()), most)
     for block_n, split in product((64, 128), (1, 2, 4, 6, 8, 16)):
@@ -152,12 +144,6 @@ def candidates(place: Place, capability: tuple[int, int], processors: int) -> It
             cut = Cut(block_n, block_m, split, *staged)
             if illegal(cut, place, capability) is None:
                 yield cut
-
-
-def _fill(cut: ResidentCut, place: Place) -> float:
-    """Of the turns of a program's warps, those with outputs of their own."""
-    blocks, at_once = -(-place.outputs // RESIDENT_OUTPUTS), cut.slots(place.outputs) * cut.outputs_warps
-    return blocks / (at_once * -(-blocks // at_once))
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -61,3 +61,15 @@ def times_scale(codes, scale):
     else:
         w = (codes.to(gl.float32) * wide.to(gl.float32)).to(codes.dtype)
     return w
+
+
+@gluon.jit
+def store_sums(y, n, m, bias, out, M, N, OUT_STRIDE, BIAS: gl.constexpr, ADDS: gl.constexpr):
+    """y [outputs n, rows m] with the bias, with ADDS to what `out` holds."""
+    if BIAS:
+        y += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    there = (n < N)[:, None] & (m < M)[None, :]
+    at = out + m[None, :].to(gl.int64) * OUT_STRIDE + n[:, None]
+    if ADDS:
+        y += gl.load(at, mask=there, other=0.0).to(gl.float32)
+    gl.store(at, y.to(out.dtype.element_ty), mask=there)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pegboard_quant.int4.cuts import AnyCut, Cut, HeldCut, ResidentCut
+from pegboard_quant.int4.cuts import AnyCut, Cut, HeldCut, StreamedCut, held_cut, rows_cut
 from pegboard_quant.int4.launching import Int4Launcher
 from pegboard_quant.int4.layout import LEAST_ROWS, TILE, TiledWeight, groups_of
 from pegboard_quant.int4.legal import Place, illegal
@@ -59,7 +59,8 @@ def test_codes_go_from_registers_into_the_product(
     counts = (9, 16, 64) if FULL or group == 128 else (16,)
     with compile_for(capability) as made:
         for rows in counts:
-            products(made, capability, rows, group, dtype, adds=rows == 16)
+            cut = rows_cut(rows, 6144, 4096, group, wide=capability == 90)
+            products(made, capability, rows, group, dtype, cut, adds=rows == 16)
     assert [found.kernel for found in made] == ["multiply_rows"] * len(counts)
     for found in made:
         assert found.stack == 0, "nothing spills"
@@ -87,7 +88,7 @@ def test_words_of_few_rows_go_from_memory_to_the_product(compile_for: Callable[.
     counts = (1, 2, 4) if FULL else (2, 4)
     with compile_for(90) as made:
         for rows in counts:
-            products(made, 90, rows, 128, dtype, adds=rows != 2)
+            products(made, 90, rows, 128, dtype, held_cut(rows, 6144, 4096), adds=rows != 2)
     assert [found.kernel for found in made] == ["multiply_held"] * len(counts)
     for found in made:
         assert found.stack == 0, "nothing spills"
@@ -97,17 +98,26 @@ def test_words_of_few_rows_go_from_memory_to_the_product(compile_for: Callable[.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
-def test_words_go_to_the_product_beside_x_that_stays(compile_for: Callable[..., Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("digits", [True, False])
+def test_words_stream_through_registers_into_the_product(
+    compile_for: Callable[..., Any], digits: bool, dtype: torch.dtype
+) -> None:
+    cuts = [(8, StreamedCut(64, 4, 4, 2, 2, digits)), (16, StreamedCut(128, 1, 4, 4, 2, digits))]
+    if FULL:
+        cuts += [(rows, StreamedCut(64, 5, 4, 1, 3, digits)) for rows in (1, 12)]
+        cuts += [(16, StreamedCut(64, 1, 4, 2, 2, digits)), (16, StreamedCut(128, 3, 4, 4, 2, digits))]
     with compile_for(90) as made:
-        products(made, 90, 8, 128, dtype)
-        products(made, 90, 8, 128, dtype, ResidentCut(2, 8, 4, 2, 132), adds=True)
-        products(made, 90, 16, 128, dtype, ResidentCut(16, 1, 1, 2, 132))
+        for rows, cut in cuts:
+            products(made, 90, rows, 128, dtype, cut, adds=cut.split == 4)
+    assert [found.kernel for found in made if found.kernel != "split_digits"] == ["multiply_streamed"] * len(cuts)
     for found in made:
-        assert found.kernel == "multiply_resident"
         assert found.stack == 0, "nothing spills"
-        assert found.instructions["HMMA"] > 0
-        assert found.instructions["LDSM"] > 0, "x comes from shared memory as the product wants it"
         assert found.instructions["ACQBULK"] > 0, "dependent launch"
+        if found.kernel == "multiply_streamed":
+            assert found.instructions["IGMMA" if digits else "HGMMA"] > 0
+            assert found.instructions["UTMALDG"] > 0, "x comes by bulk copies"
+            assert not found.instructions["LDGSTS"], "words don't go through shared memory"
+            assert not overwritten(found.code), "the left operand is read until the product is waited for"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -148,8 +158,8 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Za-z0-
 
 
 def overwritten(code: str) -> list[str]:
-    """Instructions that write to registers from which a product in flight, `HGMMA`, reads its left operand: the
-    hardware does not wait. Looks at the whole code in its order, and at each loop twice."""
+    """Instructions that write to registers from which a product in flight, `HGMMA` or `IGMMA`, reads its left operand:
+    the hardware does not wait. Looks at the whole code in its order, and at each loop twice."""
     lines = [(int(place, 16), name, rest) for place, name, rest in _INSTRUCTION.findall(code)]
     index = {place: i for i, (place, _, _) in enumerate(lines)}
     bodies = [lines]
@@ -164,7 +174,7 @@ def overwritten(code: str) -> list[str]:
         for place, name, rest in body:
             first = rest.split(",")[0]
             written = re.match(r"R(\d+)\b", first.strip())
-            if name.startswith("HGMMA"):
+            if name.startswith(("HGMMA", "IGMMA")):
                 left = re.match(r"R\d+, R(\d+), gdesc", rest)
                 assert left, "the left operand is in registers"
                 begun |= set(range(int(left[1]), int(left[1]) + 4))
@@ -208,7 +218,7 @@ def test_cuts_fit(outputs: int, inputs: int) -> None:
             assert cut.warps <= max(1, tiles)
             assert cut.ahead * cut.warps <= tiles + cut.warps - 1
             assert rows * -(-tiles // cut.warps) * cut.warps * TILE * 2 <= 200 << 10
-        elif isinstance(cut, ResidentCut):
+        elif isinstance(cut, StreamedCut):
             place = Place(outputs=outputs, inputs=inputs, group=128, rows=rows)
             assert illegal(cut, place, (9, 0)) is None
         else:

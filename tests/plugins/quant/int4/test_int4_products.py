@@ -203,20 +203,25 @@ def test_held_words_are_asked_for_in_any_order(block_n: int, warps: int) -> None
             assert_right(weight, rows, torch.bfloat16, cut=HeldCut(block_n, warps, ahead))
 
 
-#: inputs_warps, outputs_warps, split, depth, programs: with rests of parts, of turns and of rounds, and without
-RESIDENT = [(1, 16, 1, 4, 132), (2, 8, 4, 2, 16), (16, 1, 1, 2, 5), (4, 4, 3, 2, 7), (8, 1, 2, 1, 8), (1, 4, 1, 2, 264)]
+#: block_n, split, depth, copied, stages: with rests of parts and of bodies, and without
+STREAMED = [(64, 1, 4, 2, 2), (64, 4, 4, 1, 3), (128, 3, 2, 1, 2), (128, 2, 4, 4, 1)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cut", RESIDENT)
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [(1032, 4096, 128), (328, 2048 + 384, 256), (136, 4096, 4096)])
-def test_x_stays_in_shared_memory(cut: tuple[int, int, int, int, int], outputs: int, inputs: int, group: int) -> None:
-    from pegboard_quant.int4.cuts import ResidentCut
+@pytest.mark.parametrize("digits", [True, False])
+@pytest.mark.parametrize("cut", STREAMED)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"), [(1032, 4096, 128), (328, 2048 + 392, 256), (136, 4096, 4096), (72, 128, 128)]
+)
+def test_words_stream_through_registers(
+    cut: tuple[int, int, int, int, int], digits: bool, outputs: int, inputs: int, group: int
+) -> None:
+    from pegboard_quant.int4.cuts import StreamedCut
     from pegboard_quant.int4.legal import Place, illegal
 
-    made = ResidentCut(*cut)
+    made = StreamedCut(cut[0], min(cut[1], -(-inputs // 128)), *cut[2:], digits)
     weight = weight_of(outputs, inputs, group, zeros=group != 4096, scale=torch.float16)
-    for rows in (5, 8, 9, 16):
+    for rows in (1, 5, 8, 9, 16):
         place = Place(outputs=outputs, inputs=inputs, group=group, rows=rows)
         assert illegal(made, place, (9, 0)) is None
         for dtype in FLOATS:
@@ -224,19 +229,48 @@ def test_x_stays_in_shared_memory(cut: tuple[int, int, int, int, int], outputs: 
 
 
 @pytest.mark.gpu
-def test_resident_parts_repeat_bit_for_bit() -> None:
-    from pegboard_quant.int4.cuts import ResidentCut
+@pytest.mark.parametrize("digits", [True, False])
+def test_streamed_parts_repeat_bit_for_bit(digits: bool) -> None:
+    from pegboard_quant.int4.cuts import StreamedCut
 
-    weight = weight_of(4096, 14336, 128, zeros=True)
+    weight, cut = weight_of(4096, 14336, 128, zeros=True), StreamedCut(64, 7, 4, 2, 2, digits)
     tiled, made, x = tile(weight), launcher(), random(8, 14336, dtype=torch.bfloat16)
     out = torch.empty(8, 4096, dtype=torch.bfloat16, device=DEVICE)
-    made.multiply_as(x, tiled, None, out, ResidentCut(2, 8, 4, 2, 132))
+    made.multiply_as(x, tiled, None, out, cut)
     first = out.clone()
     for _ in range(50):
         out.fill_(torch.nan)
-        made.multiply_as(x, tiled, None, out, ResidentCut(2, 8, 4, 2, 132))
+        made.multiply_as(x, tiled, None, out, cut)
         assert torch.equal(out, first)
     assert not tiled.counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("inputs", [256, 392, 14336])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_digits_are_those_of_x(rows: int, inputs: int, dtype: torch.dtype) -> None:
+    """By their definition, for rows of any size, with zeros and beside numbers that are not finite."""
+    sizes = torch.tensor([0.01, 1, 100, 0.1, 10]).repeat(4)[:rows, None].to(DEVICE, dtype)
+    x = random(rows, inputs, dtype=dtype) * sizes
+    x[:, 128:136] = 0
+    x[0, 3] *= 900
+    x[rows // 2, 128:256] = 0
+    if rows > 1:
+        x[1, 200] = torch.nan
+    tiles, columns = -(-inputs // 128), 8 if rows <= 8 else 16
+    digits, factors = launcher()._digits(x.contiguous(), tiles, columns)
+    made = digits.view(tiles, 2, columns, 4, 16, 2)[:, :, :rows].transpose(4, 5).reshape(tiles, 2, rows, 128).double()
+    numbers = made[:, 0] * 256 + made[:, 1]
+    factor, summed = factors[:, 0, :rows].double(), factors[:, 1, :rows].double()
+    whole = torch.nn.functional.pad(x.double(), (0, -inputs % 128)).view(rows, tiles, 128).transpose(0, 1)
+    bad = whole.isnan().any(2)
+    assert torch.equal(factor.isnan(), bad)
+    assert torch.equal(summed.isnan(), bad)
+    most = whole.abs().amax(2)[~bad]
+    error = (numbers * factor[..., None] - whole)[~bad].abs().amax(1)
+    assert (error <= most * 2.0**-15).all()
+    torch.testing.assert_close(summed[~bad], (numbers * factor[..., None]).sum(2)[~bad], rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.gpu

@@ -29,8 +29,8 @@ def entry(rows: int = 16, **changed: Any) -> dict[str, Any]:
     return fields | {"cut": cut | changed.pop("cut", {}), **changed}
 
 
-def resident(rows: int, cut: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
-    plain = {"type": "resident", "inputs_warps": 8, "outputs_warps": 2, "split": 1, "depth": 1, "programs": 16}
+def streamed(rows: int, cut: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
+    plain = {"type": "streamed", "block_n": 64, "split": 2, "depth": 4, "copied": 2, "stages": 2, "digits": True}
     return {**entry(rows), "cut": plain | (cut or {}), **changed}
 
 
@@ -113,14 +113,15 @@ def test_a_table_of_another_device_is_refused(tmp_path: Path) -> None:
         ({**entry(8), "cut": {"type": "held", "block_n": 16, "warps": 4, "ahead": 1}}, "up to 4 rows"),
         (entry(cut={"fetched": 3}), "fetched must be 0, 1, 2 or 4"),
         (entry(cut={"overlapped": True, "early": True}), "be left out of more than 64 rows a program"),
-        (resident(4), "5 to 16 rows"),
-        (resident(8, inputs=1000), "inputs of such"),
-        (resident(8, group=64), "groups of 128 and more"),
-        (resident(8, cut={"inputs_warps": 3}), "powers of 2, together 4, 8 or 16"),
-        (resident(8, cut={"split": 9}), "split must be 1 to 8"),
-        (resident(8, cut={"split": 2, "programs": 90}), "programs must be 16 or fewer"),
-        (resident(8, cut={"depth": 3}), "depth must be 1 to 1"),
-        (resident(16, inputs=14336), "bytes, no more than 204800"),
+        (streamed(17), "up to 16 rows"),
+        (streamed(8, inputs=1001), "inputs of 8"),
+        (streamed(8, group=64), "groups of 128 and more"),
+        (streamed(8, cut={"block_n": 32}), "block_n must be 64 or 128"),
+        (streamed(8, cut={"depth": 3}), "depth and copied be 1, 2 or 4"),
+        (streamed(8, cut={"depth": 2, "copied": 4}), "copied must be no more than depth"),
+        (streamed(8, cut={"stages": 0}), "stages be 1 to 8"),
+        (streamed(8, cut={"split": 9}), "split must be 1 to 8"),
+        (streamed(16, inputs=200_000, cut={"split": 1}), "must be no more than 196608"),
     ],
 )
 def test_cuts_that_can_not_run_are_refused(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
 from pegboard.errors import ConfigError
-from pegboard_quant.int4.cuts import AnyCut, Cut
+from pegboard_quant.int4.cuts import AnyCut, HeldCut
 from pegboard_quant.int4.launching import Int4Launcher
 from pegboard_quant.int4.layout import TiledWeight, untile
 from pegboard_quant.int4.legal import Place, candidates, illegal
@@ -48,7 +48,7 @@ def tuner(launcher: Launcher, group: int = 128) -> Int4Tuner:
 
 
 def test_products_have_legal_ways_that_are_checked() -> None:
-    launcher = Launcher(lambda cut: isinstance(cut, Cut) and cut.split == 2)
+    launcher = Launcher(lambda cut: not isinstance(cut, HeldCut) and cut.split == 2)
     made, seen = tuner(launcher), []
     for product in made.products([SPEC, replace(SPEC, name="b")], {}, Shard(), (1, 16, 100)):
         seen.append(product.name)
@@ -78,8 +78,8 @@ def test_the_table_is_read_again(tmp_path: Path) -> None:
             made._launcher.asked.clear()  # type: ignore[attr-defined]
             calls[0]()
             ((cut, _),) = made._launcher.asked  # type: ignore[attr-defined]
-            parts, block_n = (cut.split, cut.block_n) if isinstance(cut, Cut) else (cut.warps, 16)
-            costs[way] = 1 / parts + block_n / 1000
+            parts = cut.warps if isinstance(cut, HeldCut) else cut.split
+            costs[way] = 1 / parts + cut.block_n / 1000
             best.setdefault(product.name, {})[way] = cut
         way = min(costs, key=costs.__getitem__)
         chosen[product.name] = way, costs[way]

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -17,6 +16,7 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .registers import less_zero, scale_of, times_scale, unpack_words
+from .renamed import copy_in
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def _copy(x, row, tile, memory, there):
     buffers, full, _, first = memory
     slot = tile % buffers.shape[0]
     mbarrier.expect(full.index(slot), buffers.shape[1] * 256, pred=there)
-    tma.async_copy_global_to_shared(x, [row, (first + tile) * 128], full.index(slot), buffers.index(slot), pred=there)
+    copy_in(x, [row, (first + tile) * 128], full.index(slot), buffers.index(slot), pred=there)
 
 
 @gluon.jit

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -17,6 +16,7 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .registers import less_zero, scale_of, store_sums, unpack_words
+from .renamed import copy_in, reinterpret
 
 
 def _nibbles() -> str:
@@ -82,13 +82,13 @@ def _copy(x, part, chunk, memory, DEPTH: gl.constexpr, COPIED: gl.constexpr, DIG
     if DIGITS:
         ROWS: gl.constexpr = COPIED * tiles.shape[1]
         mbarrier.expect(full.index(slot), ROWS * 128, pred=there)
-        into = tiles._reinterpret(gl.int8, [full.shape[0], ROWS, 128], x.layout).index(slot)
-        tma.async_copy_global_to_shared(x, [tile * tiles.shape[1], 0], full.index(slot), into, pred=there)
+        into = reinterpret(tiles, gl.int8, [full.shape[0], ROWS, 128], x.layout).index(slot)
+        copy_in(x, [tile * tiles.shape[1], 0], full.index(slot), into, pred=there)
     else:
         mbarrier.expect(full.index(slot), COPIED * tiles.shape[1] * 256, pred=there)
         for i in gl.static_range(COPIED):
             into = tiles.index(slot * COPIED + i)
-            tma.async_copy_global_to_shared(x, [0, (tile + i) * 128], full.index(slot), into, pred=there)
+            copy_in(x, [0, (tile + i) * 128], full.index(slot), into, pred=there)
 
 
 @gluon.jit(do_not_specialize=["M", "TILES", "TILES_A_PART"])
@@ -144,7 +144,7 @@ def multiply_streamed(
         at = gl.arange(0, PART * 2 * BM, gl.BlockedLayout([4], [32], [num_warps], [0]))
         flat.store(gl.load(factors + first * (2 * BM) + at, mask=at < count * (2 * BM), other=0.0))
         debug_barrier()
-    of_rows = flat._reinterpret(gl.float32, [PART * 2 if DIGITS else 1, BM], PLAIN)
+    of_rows = reinterpret(flat, gl.float32, [PART * 2 if DIGITS else 1, BM], PLAIN)
 
     total = gl.zeros([BN, BM], gl.float32, MMA)
     CHUNKS: gl.constexpr = DEPTH // COPIED

@@ -154,6 +154,27 @@ def test_a_few_rows_may_be_multiplied_so(compile_for: Callable[..., Any]) -> Non
         assert not overwritten(found.code)
 
 
+def test_all_kernels_compile(compile_for: Callable[..., Any]) -> None:
+    """Whatever Triton is installed, see `test_triton_releases`."""
+    cuts = [
+        (1, HeldCut(16, 8, 1)),
+        (8, StreamedCut(64, 4, 4, 2, 2, digits=False)),
+        (16, StreamedCut(128, 1, 4, 4, 2, digits=True)),
+        (64, Cut(128, 64, 1, 3, fetched=2, early=True)),
+        (128, Cut(64, 128, 2, 3)),
+    ]
+    with compile_for(90) as made:
+        for rows, cut in cuts:
+            products(made, 90, rows, 128, torch.bfloat16, cut)
+        Int4Launcher((9, 0)).dequantise(tiled(6144, 4096, 128), torch.bfloat16)
+    kernels = [found.kernel for found in made]
+    assert kernels[:2] == ["multiply_held", "multiply_streamed"]
+    assert kernels[2:4] == ["split_digits", "multiply_streamed"]
+    assert kernels[4:] == ["multiply_rows", "multiply_many", "dequantise_tiles"]
+    for found in made:
+        assert not overwritten(found.code)
+
+
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Za-z0-9._]+)\s*([^;]*);", re.MULTILINE)
 
 

@@ -26,7 +26,7 @@ FEW_ROWS: Final = 64
 _HELD_BYTES: Final = 160 << 10
 #: Programs up to which sums are split.
 _PROGRAMS: Final = 440
-#: Multiprocessors, of an H200, that `multiply_streamed` and `multiply_many` should fill.
+#: Multiprocessors, of an H200, that `multiply_many` should fill.
 _PROCESSORS: Final = 132
 
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .registers import less_zero, scale_of, times_scale, unpack_words
+from .registers import left_codes, less_zero, scale_of, times_scale
 from .renamed import copy_in
 
 
@@ -23,16 +23,7 @@ from .renamed import copy_in
 def _left(packed, BN: gl.constexpr, SCALE: gl.constexpr, LEFT: gl.constexpr, DTYPE: gl.constexpr):
     """Words [2, BN / 64, 512] and steps [BN] -> weights [BN, 128], rounded once."""
     words, step = packed
-    codes = unpack_words(words, DTYPE)
-    # Bits of a word's place: w9, rows from 64 on, w8 to w0; see `layout`
-    if BN == 64:
-        codes = gl.reshape(codes, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
-        codes = gl.permute(codes, [1, 2, 10, 3, 4, 5, 0, 8, 11, 12, 6, 7, 9])
-    else:
-        gl.static_assert(BN == 128)
-        codes = gl.reshape(codes, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
-        codes = gl.permute(codes, [1, 2, 3, 11, 4, 5, 6, 0, 9, 12, 13, 7, 8, 10])
-    codes = gl.convert_layout(gl.reshape(codes, [BN, 128]), LEFT, assert_trivial=True)
+    codes = left_codes(words, BN, LEFT, DTYPE)
     codes = less_zero(codes, gl.expand_dims(step >> 16, 1))
     return times_scale(codes, gl.expand_dims(scale_of(step, SCALE), 1))
 

@@ -38,6 +38,15 @@ def unpack_words(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def left_codes(words, BN: gl.constexpr, LEFT: gl.constexpr, DTYPE: gl.constexpr):
+    """Words [2, BN / 64, 512] -> codes plus B [BN, 128], the left operand of `wgmma`."""
+    # Bits: w9, all rows from 64 on, w8 to w0, the code's; see `layout`
+    codes = gl.reshape(unpack_words(words, DTYPE), [2, BN // 64, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
+    codes = gl.permute(codes, [1, 2, 3, 11, 4, 5, 6, 0, 9, 12, 13, 7, 8, 10])
+    return gl.convert_layout(gl.reshape(codes, [BN, 128]), LEFT, assert_trivial=True)
+
+
+@gluon.jit
 def less_zero(codes, zero):
     """Codes less zero points, int32 of a shape with 1 for inputs, and less B. Exact."""
     base: gl.constexpr = 128 if codes.dtype == gl.bfloat16 else 1024

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .registers import less_zero, scale_of, store_sums, unpack_words
+from .registers import left_codes, less_zero, scale_of, store_sums
 from .renamed import copy_in, reinterpret
 
 
@@ -31,18 +31,6 @@ def _nibbles() -> str:
 
 _NIBBLES = gl.constexpr(_nibbles())
 _NIBBLES_CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
-
-
-@gluon.jit
-def _left(words, zero, BN: gl.constexpr, LEFT: gl.constexpr, DTYPE: gl.constexpr):
-    """Words [2, BN / 64, 512] -> codes less zero points [BN, 128]."""
-    codes = unpack_words(words, DTYPE)
-    # Bits: w9, all rows from 64 on, w8 to w0, the code's; see `layout`
-    codes = gl.reshape(codes, [2, BN // 64, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2])
-    codes = gl.permute(codes, [1, 2, 3, 11, 4, 5, 6, 0, 9, 12, 13, 7, 8, 10])
-    codes = gl.convert_layout(gl.reshape(codes, [BN, 128]), LEFT, assert_trivial=True)
-    zero = gl.convert_layout(zero, gl.SliceLayout(1, LEFT), assert_trivial=True)
-    return less_zero(codes, gl.expand_dims(zero, 1))
 
 
 @gluon.jit
@@ -159,7 +147,8 @@ def multiply_streamed(
                 left = _left_bytes(packed, BN, LEFT)
                 zeros = warpgroup_mma_init(gl.zeros([BN, 2 * BM], gl.int32, INT))
             else:
-                left = _left(packed, step >> 16, BN, LEFT, x.dtype)
+                zero = gl.convert_layout(step >> 16, gl.SliceLayout(1, LEFT), assert_trivial=True)
+                left = less_zero(left_codes(packed, BN, LEFT, x.dtype), gl.expand_dims(zero, 1))
                 zeros = warpgroup_mma_init(gl.zeros([BN, BM], gl.float32, MMA))
             if d % COPIED == 0:
                 mbarrier.wait(full.index(slot), chunk // STAGES & 1)

@@ -63,6 +63,10 @@ class Cut(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True)
     #: while it multiplies.
     fetched: int = 0
     early: bool = False
+    #: `multiply_rows` alone, with a split of 1: the sums of blocks of outputs after the first `whole` are made by two
+    #: programs, of `head` tiles and of the rest. Evens out blocks that are no multiple of the multiprocessors.
+    whole: int = 0
+    head: int = 0
 
 
 AnyCut = HeldCut | StreamedCut | Cut

@@ -71,52 +71,54 @@ def _load_x(x_at, k, K, rows, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    total,
-    bias,
-    out,
-    partial,
-    counters,
-    m,
-    n,
-    M,
-    N,
-    OUT_STRIDE,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADDS: tl.constexpr,
-):
-    """Stores the sum, with ADDS that with what `out` holds; of several parts, the program that comes last adds all of
-    them in their order."""
-    part = tl.program_id(1)
-    block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+def _store(
+    total, bias, out, m, n, M, N, OUT_STRIDE, BIAS: tl.constexpr, ADDS: tl.constexpr
+):  # fmt: skip
+    """total [outputs n, rows m] with the bias, with ADDS to what `out` holds."""
     mask = (m[None, :] < M) & (n[:, None] < N)
     out_at = out + m[None, :].to(tl.int64) * OUT_STRIDE + n[:, None]
-    if SPLIT == 1:
-        if BIAS:
-            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if ADDS:
-            total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
-    else:
-        place = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        size = tl.num_programs(0) * tl.num_programs(2) * (BN * BM)
-        at = partial + block * (BN * BM) + place
+    if BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if ADDS:
+        total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish(
+    total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, block, part, parts,
+    BLOCKS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, UNEVEN: tl.constexpr,
+    BIAS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Stores the sum; of several parts, the program that comes last adds all of them in their order."""
+    last = True
+    if parts > 1:
+        size = BLOCKS * tl.num_programs(2) * (BN * BM)
+        sums = tl.program_id(2) * BLOCKS + block
+        at = partial + sums * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(at + part * size, total)
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters + block, 1, sem="acq_rel")
-        if arrived == SPLIT - 1:
-            total = tl.zeros_like(total)
-            for i in tl.static_range(SPLIT):
-                total += tl.load(at + i * size, cache_modifier=".cg")
-            if BIAS:
-                total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            if ADDS:
-                total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
-            tl.store(counters + block, 0)
+        last = tl.atomic_add(counters + sums, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            if UNEVEN:
+                # Few parts are added in a layout that suits memory, not the product
+                some_n, some_m = tl.arange(0, 32), tl.arange(0, BM)
+                for i in range(BN // 32):
+                    some = tl.zeros([32, BM], tl.float32)
+                    some_at = partial + sums * (BN * BM) + (i * 32 + some_n)[:, None] * BM + some_m[None, :]
+                    for s in tl.static_range(SPLIT):
+                        some += tl.load(some_at + s * size, cache_modifier=".cg")
+                    to_m, to_n = tl.program_id(2) * BM + some_m, block * BN + i * 32 + some_n
+                    _store(some, bias, out, to_m, to_n, M, N, OUT_STRIDE, BIAS, ADDS)
+            else:
+                total = tl.zeros_like(total)
+                for s in tl.static_range(SPLIT):
+                    total += tl.load(at + s * size, cache_modifier=".cg")
+            tl.store(counters + sums, 0)
+        if UNEVEN:
+            last = False
+    if last:
+        _store(total, bias, out, m, n, M, N, OUT_STRIDE, BIAS, ADDS)
 
 
 @triton.jit(do_not_specialize=["M", "TILES", "TILES_A_PART"])
@@ -125,15 +127,24 @@ def multiply_rows(
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
     SHIFTED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
-    FETCHED: tl.constexpr, EARLY: tl.constexpr,
+    FETCHED: tl.constexpr, EARLY: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
-    Words and x are staged in shared memory, several tiles ahead, x by bulk copies where
-    COPIED, from a descriptor; the unpacked weight never is. Bytes: the weight once
-    for every BM rows. Limit: streaming read up to about 32 rows, then unpacking."""
+    Words and x are staged in shared memory, several tiles ahead, x by bulk copies where COPIED, from a descriptor; the
+    unpacked weight never is. With HEAD, the sums of all but the first WHOLE of BLOCKS are made by two programs, of HEAD
+    tiles and of the others; these come last, for multiprocessors with less to do.
+    Bytes: the weight once for every BM rows. Limit: streaming read up to about 32 rows, then unpacking."""
     block, part = tl.program_id(0), tl.program_id(1)
+    parts = SPLIT
     first = part * TILES_A_PART
     count = tl.minimum(TILES_A_PART, TILES - first)
+    if HEAD > 0:
+        tail = block >= BLOCKS
+        parts = tl.where(block < WHOLE, 1, 2)
+        part = tail.to(tl.int32)
+        first = tl.where(tail, HEAD, 0)
+        count = tl.where(block < WHOLE, TILES, tl.where(tail, TILES - HEAD, HEAD))
+        block = tl.where(tail, block - BLOCKS + WHOLE, block)
     m, n = tl.program_id(2) * BM + tl.arange(0, BM), block * BN + tl.arange(0, BN)
     tile_row = (block * BN) // 128
     inner = block % (128 // BN) if BN < 128 else 0
@@ -164,7 +175,10 @@ def multiply_rows(
             total += tl.dot(rounded, xs, input_precision="ieee")
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    _finish(total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, BN, BM, SPLIT, BIAS, ADDS)
+    _finish(
+        total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, block, part, parts,
+        BLOCKS, BN, BM, SPLIT, HEAD > 0, BIAS, ADDS,
+    )  # fmt: skip
 
 
 @triton.jit

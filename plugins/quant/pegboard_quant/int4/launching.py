@@ -126,7 +126,7 @@ class Int4Launcher:
             )  # fmt: skip
             return
         row_blocks, each = triton.cdiv(rows, cut.block_m), triton.cdiv(tiles, cut.split)
-        split = triton.cdiv(tiles, each)
+        split = 2 if cut.head else triton.cdiv(tiles, each)
         partial = out
         if split > 1:
             size = split * blocks * row_blocks * cut.block_n * cut.block_m
@@ -141,12 +141,14 @@ class Int4Launcher:
             )  # fmt: skip
             return
         copied &= cut.block_m == FEW_ROWS
-        multiply_rows[(blocks, split, row_blocks)](
+        programs = 2 * blocks - cut.whole if cut.head else blocks
+        multiply_rows[(programs, 1 if cut.head else split, row_blocks)](
             weight.words, weight.steps, TensorDescriptor(x, shape, strides, box) if copied else x, bias, out, partial,
             weight.counters, rows, outputs, inputs, padded, out.stride(0), tiles, each, group_tiles,
             BN=cut.block_n, BM=cut.block_m, PARTS=max(1, TILE // weight.group), SPLIT=split, SHIFTED=weight.shifted,
             DTYPE=_TYPES[x.dtype], EVEN=inputs % TILE == 0, ASM=not self.interpreted, COPIED=copied,
-            STAGES=cut.stages, FETCHED=cut.fetched, EARLY=cut.early and self.pdl, num_warps=4, **common,
+            STAGES=cut.stages, FETCHED=cut.fetched, EARLY=cut.early and self.pdl,
+            BLOCKS=blocks if split > 1 else 0, WHOLE=cut.whole, HEAD=cut.head, num_warps=4, **common,
         )  # fmt: skip
 
     def _multiply_streamed(

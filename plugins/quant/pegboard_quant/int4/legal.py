@@ -35,6 +35,9 @@ _STAGED: Final = (
     (6, True, 0, False),
 )
 _STAGED_MANY: Final = ((3, False, 0, False),)
+#: Of uneven cuts, and tiles of their heads, in sixteenths.
+_STAGED_UNEVEN: Final = ((3, False, 2, True), (4, False, 2, True))
+_HEADS: Final = (12, 13, 14)
 #: (outputs, depth, tiles of x in a copy, copies) of `multiply_streamed`.
 _STREAMED: Final = ((64, 4, 1, 2), (64, 4, 2, 2), (64, 4, 4, 1), (128, 4, 4, 2))
 #: Programs for each multiprocessor up to which sums are split.
@@ -115,8 +118,15 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
         return "stages must be 2 to 6, with no more than 192 KiB of tiles in flight"
     counters = counters_of(place.outputs)
     parts = -(-place.outputs // cut.block_n) * -(-place.rows // cut.block_m)
-    if not 1 <= cut.split <= min(16, place.tiles) or (cut.split > 1 and parts > counters):
-        return f"split must be 1 to {min(16, place.tiles)} here, and 1 where there are more than {counters} sums"
+    if not 1 <= cut.split <= min(16, place.tiles) or ((cut.split > 1 or cut.head) and parts > counters):
+        return f"split must be 1 to {min(16, place.tiles)} here, and 1, and no head, for more than {counters} sums"
+    blocks = -(-place.outputs // cut.block_n)
+    uneven = cut.split == 1 and not own and 0 < cut.head < place.tiles and 0 <= cut.whole < blocks
+    if (cut.head or cut.whole) and not uneven:
+        return (
+            f"head must be less than {place.tiles} and whole than {blocks} here, split be 1, and all three be left out "
+            "of more than 64 rows a program, or overlapped"
+        )
     return None
 
 
@@ -144,6 +154,16 @@ def candidates(place: Place, capability: tuple[int, int], processors: int) -> It
             cut = Cut(block_n, block_m, split, *staged)
             if illegal(cut, place, capability) is None:
                 yield cut
+    if block_m <= FEW_ROWS:
+        yield from _uneven(place, block_m, capability, processors)
+
+
+def _uneven(place: Place, block_m: int, capability: tuple[int, int], processors: int) -> Iterator[Cut]:
+    """Where some multiprocessors have one block and others two."""
+    for block_n, staged, sixteenths in product((64, 128), _STAGED_UNEVEN, _HEADS):
+        cut = Cut(block_n, block_m, 1, *staged, whole=processors, head=place.tiles * sixteenths // 16)
+        if processors < -(-place.outputs // block_n) < 2 * processors and illegal(cut, place, capability) is None:
+            yield cut
 
 
 def _listed(numbers: Sequence[int]) -> str:

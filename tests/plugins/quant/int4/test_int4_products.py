@@ -163,6 +163,30 @@ def test_sums_in_parts(block_n: int) -> None:
 
 
 @RUNS
+@pytest.mark.parametrize(("whole", "head"), [(0, 2), (1, 4), (3, 1)])
+@pytest.mark.parametrize("rows", [7, pytest.param(40, marks=pytest.mark.full if INTERPRETED else ())])
+def test_sums_of_some_outputs_in_two_parts(whole: int, head: int, rows: int) -> None:
+    from pegboard_quant.int4.cuts import Cut
+
+    weight = weight_of(200, 640, 128, zeros=True, scale=torch.bfloat16)
+    for dtype in FLOATS:
+        assert_right(weight, rows, dtype, bias=True, adds=head == 4, cut=Cut(64, 16, 1, 3, whole=whole, head=head))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+def test_some_outputs_in_two_parts_on_hopper(block_n: int, block_m: int) -> None:
+    from pegboard_quant.int4.cuts import Cut
+
+    weight = weight_of(1032, 4096 + 384, 128, zeros=True, scale=torch.bfloat16)
+    for rows in (block_m - 11, block_m + 1):
+        for dtype in FLOATS:
+            cut = Cut(block_n, block_m, 1, 4, fetched=2, early=True, whole=3, head=28)
+            assert_right(weight, rows, dtype, bias=True, adds=rows > block_m, cut=cut)
+
+
+@RUNS
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
 def test_dequantised_weights_are_rounded_once(outputs: int, inputs: int, group: int) -> None:
     weight = weight_of(outputs, inputs, group, zeros=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pegboard.contracts.device import DeviceFacts
 from pegboard.contracts.quantizer import LinearSpec, QuantizerNeed, Shard
 from pegboard.errors import ConfigError
-from pegboard_quant.int4.cuts import AnyCut, HeldCut
+from pegboard_quant.int4.cuts import AnyCut, Cut, HeldCut
 from pegboard_quant.int4.launching import Int4Launcher
 from pegboard_quant.int4.layout import TiledWeight, untile
 from pegboard_quant.int4.legal import Place, candidates, illegal
@@ -125,3 +125,15 @@ def test_there_are_candidates_on_every_device(capability: tuple[int, int], group
         found = list(candidates(place, capability, 108))
         assert len(set(found)) == len(found) > 0
         assert all(illegal(cut, place, capability) is None for cut in found)
+
+
+def test_blocks_that_are_no_multiple_of_the_multiprocessors_are_evened_out() -> None:
+    def uneven(outputs: int, rows: int = 64) -> set[tuple[int, int]]:
+        found = candidates(Place(outputs=outputs, inputs=4096, group=128, rows=rows), (9, 0), 132)
+        return {(cut.block_n, cut.whole) for cut in found if isinstance(cut, Cut) and cut.head}
+
+    assert uneven(28672) == {(128, 132)}
+    assert uneven(12288) == {(64, 132)}
+    assert uneven(4096) == set()
+    assert uneven(2 * 132 * 128) == set(), "two blocks each"
+    assert uneven(28672, 128) == set()

@@ -163,27 +163,36 @@ def test_sums_in_parts(block_n: int) -> None:
 
 
 @RUNS
-@pytest.mark.parametrize(("whole", "head"), [(0, 2), (1, 4), (3, 1)])
-@pytest.mark.parametrize("rows", [7, pytest.param(40, marks=pytest.mark.full if INTERPRETED else ())])
-def test_sums_of_some_outputs_in_two_parts(whole: int, head: int, rows: int) -> None:
-    from pegboard_quant.int4.cuts import Cut
-
+@pytest.mark.parametrize(
+    ("rows", "block_n", "whole", "head"), [(7, 64, 0, 2), (16, 64, 1, 4), (3, 64, 3, 1), (20, 128, 1, 3)]
+)
+def test_sums_of_some_outputs_in_two_parts(rows: int, block_n: int, whole: int, head: int) -> None:
     weight = weight_of(200, 640, 128, zeros=True, scale=torch.bfloat16)
+    cut = uneven(weight, rows, (block_n, 16, 1, 3), whole=whole, head=head)
     for dtype in FLOATS:
-        assert_right(weight, rows, dtype, bias=True, adds=head == 4, cut=Cut(64, 16, 1, 3, whole=whole, head=head))
+        assert_right(weight, rows, dtype, bias=True, adds=head == 4, cut=cut)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("block_m", [16, 32, 64])
 def test_some_outputs_in_two_parts_on_hopper(block_n: int, block_m: int) -> None:
-    from pegboard_quant.int4.cuts import Cut
-
     weight = weight_of(1032, 4096 + 384, 128, zeros=True, scale=torch.bfloat16)
-    for rows in (block_m - 11, block_m + 1):
+    for rows in (block_m - 11, block_m if block_n == 64 else block_m + 1):
+        cut = uneven(weight, rows, (block_n, block_m, 1, 4), fetched=2, early=True, whole=3, head=28)
         for dtype in FLOATS:
-            cut = Cut(block_n, block_m, 1, 4, fetched=2, early=True, whole=3, head=28)
-            assert_right(weight, rows, dtype, bias=True, adds=rows > block_m, cut=cut)
+            assert_right(weight, rows, dtype, bias=True, adds=rows >= block_m, cut=cut)
+
+
+def uneven(weight: PackedWeight, rows: int, blocks: tuple[int, int, int, int], **fields: Any) -> Any:
+    """Such a cut, for which there are counters."""
+    from pegboard_quant.int4.cuts import Cut
+    from pegboard_quant.int4.legal import Place, illegal
+
+    cut = Cut(*blocks, **fields)
+    place = Place(outputs=weight.shape[0], inputs=weight.in_features, group=weight.group, rows=rows)
+    assert illegal(cut, place, (9, 0)) is None
+    return cut
 
 
 @RUNS

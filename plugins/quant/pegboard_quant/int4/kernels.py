@@ -71,9 +71,7 @@ def _load_x(x_at, k, K, rows, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    total, bias, out, m, n, M, N, OUT_STRIDE, BIAS: tl.constexpr, ADDS: tl.constexpr
-):  # fmt: skip
+def _store(total, bias, out, m, n, M, N, OUT_STRIDE, BIAS: tl.constexpr, ADDS: tl.constexpr):
     """total [outputs n, rows m] with the bias, with ADDS to what `out` holds."""
     mask = (m[None, :] < M) & (n[:, None] < N)
     out_at = out + m[None, :].to(tl.int64) * OUT_STRIDE + n[:, None]

@@ -117,15 +117,15 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
     if not 2 <= cut.stages <= 6 or cut.stages * tile_bytes > _STAGED_BYTES:
         return "stages must be 2 to 6, with no more than 192 KiB of tiles in flight"
     counters = counters_of(place.outputs)
-    parts = -(-place.outputs // cut.block_n) * -(-place.rows // cut.block_m)
+    blocks = -(-place.outputs // cut.block_n)
+    parts = blocks * -(-place.rows // cut.block_m)
     if not 1 <= cut.split <= min(16, place.tiles) or ((cut.split > 1 or cut.head) and parts > counters):
         return f"split must be 1 to {min(16, place.tiles)} here, and 1, and no head, for more than {counters} sums"
-    blocks = -(-place.outputs // cut.block_n)
     uneven = cut.split == 1 and not own and 0 < cut.head < place.tiles and 0 <= cut.whole < blocks
     if (cut.head or cut.whole) and not uneven:
         return (
-            f"head must be less than {place.tiles} and whole than {blocks} here, split be 1, and all three be left out "
-            "of more than 64 rows a program, or overlapped"
+            f"head must be less than {place.tiles} and whole than {blocks} here, split be 1, and head and whole be "
+            "left out of more than 64 rows a program, or overlapped"
         )
     return None
 

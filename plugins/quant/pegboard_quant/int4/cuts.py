@@ -67,6 +67,9 @@ class Cut(msgspec.Struct, frozen=True, tag="blocks", forbid_unknown_fields=True)
     #: programs, of `head` tiles and of the rest. Evens out blocks that are no multiple of the multiprocessors.
     whole: int = 0
     head: int = 0
+    #: `multiply_rows` alone, with a split: programs that share a sum wait for each other, a short while, and each adds
+    #: a piece of it. Gains where all programs of the product run at once.
+    spread: bool = False
 
 
 AnyCut = HeldCut | StreamedCut | Cut

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .adding import finish
 from .unpacking import less_zero, times_scale, unpack_words
 
 FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
@@ -70,55 +71,6 @@ def _load_x(x_at, k, K, rows, EVEN: tl.constexpr):
     return tl.load(x_at, mask=rows[None, :] & (k[:, None] < K), other=0.0)
 
 
-@triton.jit
-def _store(total, bias, out, m, n, M, N, OUT_STRIDE, BIAS: tl.constexpr, ADDS: tl.constexpr):
-    """total [outputs n, rows m] with the bias, with ADDS to what `out` holds."""
-    mask = (m[None, :] < M) & (n[:, None] < N)
-    out_at = out + m[None, :].to(tl.int64) * OUT_STRIDE + n[:, None]
-    if BIAS:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    if ADDS:
-        total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _finish(
-    total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, block, part, parts,
-    BLOCKS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, UNEVEN: tl.constexpr,
-    BIAS: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
-    """Stores the sum; of several parts, the program that comes last adds all of them in their order."""
-    last = True
-    if parts > 1:
-        size = BLOCKS * tl.num_programs(2) * (BN * BM)
-        sums = tl.program_id(2) * BLOCKS + block
-        at = partial + sums * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        tl.store(at + part * size, total)
-        tl.debug_barrier()
-        last = tl.atomic_add(counters + sums, 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            if UNEVEN:
-                # Few parts are added in a layout that suits memory, not the product
-                some_n, some_m = tl.arange(0, 32), tl.arange(0, BM)
-                for i in range(BN // 32):
-                    some = tl.zeros([32, BM], tl.float32)
-                    some_at = partial + sums * (BN * BM) + (i * 32 + some_n)[:, None] * BM + some_m[None, :]
-                    for s in tl.static_range(SPLIT):
-                        some += tl.load(some_at + s * size, cache_modifier=".cg")
-                    to_m, to_n = tl.program_id(2) * BM + some_m, block * BN + i * 32 + some_n
-                    _store(some, bias, out, to_m, to_n, M, N, OUT_STRIDE, BIAS, ADDS)
-            else:
-                total = tl.zeros_like(total)
-                for s in tl.static_range(SPLIT):
-                    total += tl.load(at + s * size, cache_modifier=".cg")
-            tl.store(counters + sums, 0)
-        if UNEVEN:
-            last = False
-    if last:
-        _store(total, bias, out, m, n, M, N, OUT_STRIDE, BIAS, ADDS)
-
-
 @triton.jit(do_not_specialize=["M", "TILES", "TILES_A_PART"])
 def multiply_rows(
     words, steps, x, bias, out, partial, counters, M, N, K, NP, OUT_STRIDE, TILES, TILES_A_PART, GROUP_TILES,
@@ -126,6 +78,7 @@ def multiply_rows(
     SHIFTED: tl.constexpr, DTYPE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
     FETCHED: tl.constexpr, EARLY: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, HEAD: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN outputs and BM rows of x, 16 at least, with which Hopper takes `wgmma` with W in registers.
     Words and x are staged in shared memory, several tiles ahead, x by bulk copies where COPIED, from a descriptor; the
@@ -173,9 +126,9 @@ def multiply_rows(
             total += tl.dot(rounded, xs, input_precision="ieee")
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    _finish(
+    finish(
         total, bias, out, partial, counters, m, n, M, N, OUT_STRIDE, block, part, parts,
-        BLOCKS, BN, BM, SPLIT, HEAD > 0, BIAS, ADDS,
+        BLOCKS, BN, BM, SPLIT, HEAD > 0, SPREAD, BIAS, ADDS,
     )  # fmt: skip
 
 

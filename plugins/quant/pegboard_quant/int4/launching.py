@@ -148,7 +148,8 @@ class Int4Launcher:
             BN=cut.block_n, BM=cut.block_m, PARTS=max(1, TILE // weight.group), SPLIT=split, SHIFTED=weight.shifted,
             DTYPE=_TYPES[x.dtype], EVEN=inputs % TILE == 0, ASM=not self.interpreted, COPIED=copied,
             STAGES=cut.stages, FETCHED=cut.fetched, EARLY=cut.early and self.pdl,
-            BLOCKS=blocks if split > 1 else 0, WHOLE=cut.whole, HEAD=cut.head, num_warps=4, **common,
+            BLOCKS=blocks if split > 1 else 0, WHOLE=cut.whole, HEAD=cut.head, SPREAD=cut.spread and split > 1,
+            num_warps=4, **common,
         )  # fmt: skip
 
     def _multiply_streamed(

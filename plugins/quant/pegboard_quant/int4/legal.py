@@ -35,6 +35,10 @@ _STAGED: Final = (
     (6, True, 0, False),
 )
 _STAGED_MANY: Final = ((3, False, 0, False),)
+#: The same of cuts whose sums are added by all of their programs, and programs for each multiprocessor up to which they
+#: may all run at once.
+_STAGED_SPREAD: Final = ((3, False, 0, True), (3, False, 2, True), (4, False, 2, True))
+_PROGRAMS_AT_ONCE: Final = 4
 #: Of uneven cuts, and tiles of their heads, in sixteenths.
 _STAGED_UNEVEN: Final = ((3, False, 2, True), (4, False, 2, True))
 _HEADS: Final = (12, 13, 14)
@@ -121,6 +125,8 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
     parts = blocks * -(-place.rows // cut.block_m)
     if not 1 <= cut.split <= min(16, place.tiles) or ((cut.split > 1 or cut.head) and parts > counters):
         return f"split must be 1 to {min(16, place.tiles)} here, and 1, and no head, for more than {counters} sums"
+    if cut.spread and (own or cut.split == 1):
+        return "spread needs a split, and must be left out of more than 64 rows a program, or overlapped"
     uneven = cut.split == 1 and not own and 0 < cut.head < place.tiles and 0 <= cut.whole < blocks
     if (cut.head or cut.whole) and not uneven:
         return (
@@ -150,10 +156,10 @@ def candidates(place: Place, capability: tuple[int, int], processors: int) -> It
         programs = -(-place.outputs // block_n) * -(-place.rows // block_m) * split
         if split > 1 and programs > _MOST_PROGRAMS * processors:
             continue
-        for staged in _STAGED if block_m <= FEW_ROWS else _STAGED_MANY:
-            cut = Cut(block_n, block_m, split, *staged)
-            if illegal(cut, place, capability) is None:
-                yield cut
+        cuts = [Cut(block_n, block_m, split, *staged) for staged in (_STAGED if block_m <= FEW_ROWS else _STAGED_MANY)]
+        if split > 1 and block_m <= FEW_ROWS and programs <= _PROGRAMS_AT_ONCE * processors:
+            cuts += [Cut(block_n, block_m, split, *staged, spread=True) for staged in _STAGED_SPREAD]
+        yield from (cut for cut in cuts if illegal(cut, place, capability) is None)
     if block_m <= FEW_ROWS:
         yield from _uneven(place, block_m, capability, processors)
 

@@ -129,7 +129,9 @@ def test_tiles_are_fetched_into_the_l2(compile_for: Callable[..., Any], capabili
     assert found.instructions["CCTL"] > 0
 
 
-@pytest.mark.parametrize("cut", [Cut(128, 64, 1, 4, whole=36, head=26), Cut(128, 64, 8, 3)])
+@pytest.mark.parametrize(
+    "cut", [Cut(128, 64, 1, 4, whole=36, head=26), Cut(128, 64, 8, 3), Cut(128, 64, 8, 3, False, 2, True, spread=True)]
+)
 def test_sums_in_parts_spill_nothing(compile_for: Callable[..., Any], cut: Cut) -> None:
     with compile_for(90) as made:
         products(made, 90, 64, 128, torch.bfloat16, cut)
@@ -172,6 +174,7 @@ def test_all_kernels_compile(compile_for: Callable[..., Any]) -> None:
         (16, StreamedCut(128, 1, 4, 4, 2, digits=True)),
         (64, Cut(128, 64, 1, 3, fetched=2, early=True)),
         (64, Cut(128, 64, 1, 4, fetched=2, early=True, whole=36, head=26)),
+        (64, Cut(128, 64, 8, 3, fetched=2, early=True, spread=True)),
         (128, Cut(64, 128, 2, 3)),
     ]
     with compile_for(90) as made:
@@ -181,7 +184,7 @@ def test_all_kernels_compile(compile_for: Callable[..., Any]) -> None:
     kernels = [found.kernel for found in made]
     assert kernels[:2] == ["multiply_held", "multiply_streamed"]
     assert kernels[2:4] == ["split_digits", "multiply_streamed"]
-    assert kernels[4:] == ["multiply_rows", "multiply_rows", "multiply_many", "dequantise_tiles"]
+    assert kernels[4:] == [*["multiply_rows"] * 3, "multiply_many", "dequantise_tiles"]
     for found in made:
         assert not overwritten(found.code)
 

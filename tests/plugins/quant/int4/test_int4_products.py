@@ -153,13 +153,48 @@ def test_sums_with_a_residual(rows: int, group: int) -> None:
 
 @RUNS
 @pytest.mark.parametrize("block_n", [64, 128])
-def test_sums_in_parts(block_n: int) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_sums_in_parts(block_n: int, spread: bool) -> None:
     from pegboard_quant.int4.cuts import Cut
 
     weight = weight_of(200, 640, 128, zeros=True, scale=torch.bfloat16)
     for dtype in FLOATS:
         for split in (2, 3, 5):
-            assert_right(weight, 7, dtype, bias=True, cut=Cut(block_n, 16, split, 3))
+            assert_right(weight, 7, dtype, bias=True, cut=Cut(block_n, 16, split, 3, spread=spread), adds=split == 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "outputs", "blocks"),
+    [
+        (64, 4096, (128, 64, 8, 3)),
+        (50, 6144, (64, 64, 4, 3)),
+        # More programs than run at once, with parts that come long after others
+        (64, 4096, (64, 64, 16, 4)),
+        (7, 12288, (64, 16, 16, 6)),
+    ],
+)
+def test_programs_add_a_sum_together_on_hopper(rows: int, outputs: int, blocks: tuple[int, int, int, int]) -> None:
+    from pegboard_quant.int4.cuts import Cut
+    from pegboard_quant.int4.legal import Place, illegal
+
+    weight = tile(weight_of(outputs, 4096, 128, zeros=True, scale=torch.bfloat16))
+    alone, spread = Cut(*blocks, fetched=2, early=True), Cut(*blocks, fetched=2, early=True, spread=True)
+    assert illegal(spread, Place(outputs=outputs, inputs=4096, group=128, rows=rows), (9, 0)) is None
+    x, busy = random(rows, 4096, dtype=torch.bfloat16), random(1024, 1024, dtype=torch.bfloat16)
+    right, other = torch.empty(rows, outputs, dtype=x.dtype, device=DEVICE), torch.cuda.Stream()
+    launcher().multiply_as(x, weight, None, right, alone)
+    torch.cuda.synchronize()
+    for turn in range(100):
+        out = torch.full_like(right, torch.nan)
+        if turn >= 50:  # what else runs there delays some programs, and keeps some from starting
+            with torch.cuda.stream(other):
+                for _ in range(turn % 5):
+                    busy @ busy
+        launcher().multiply_as(x, weight, None, out, spread)
+        assert torch.equal(out, right), "whoever adds a piece, it is the same"
+    torch.cuda.synchronize()
+    assert not weight.counters.any()
 
 
 @RUNS

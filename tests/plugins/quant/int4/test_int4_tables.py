@@ -118,6 +118,8 @@ def test_a_table_of_another_device_is_refused(tmp_path: Path) -> None:
         (entry(cut={"whole": 1, "split": 1}), "head must be"),
         (entry(cut={"head": 4, "split": 2}), "split be 1"),
         (entry(cut={"head": 4, "split": 1, "overlapped": True}), "or overlapped"),
+        (entry(cut={"split": 1, "spread": True}), "spread needs a split"),
+        (entry(cut={"split": 2, "spread": True, "overlapped": True}), "or overlapped"),
         (streamed(17), "up to 16 rows"),
         (streamed(8, inputs=1001), "inputs of 8"),
         (streamed(8, group=64), "groups of 128 and more"),

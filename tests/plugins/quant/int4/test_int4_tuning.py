@@ -137,3 +137,13 @@ def test_blocks_that_are_no_multiple_of_the_multiprocessors_are_evened_out() -> 
     assert uneven(4096) == set()
     assert uneven(2 * 132 * 128) == set(), "two blocks each"
     assert uneven(28672, 128) == set()
+
+
+def test_programs_that_may_all_run_at_once_are_candidates_to_add_sums_together() -> None:
+    def spread(outputs: int, rows: int) -> set[tuple[int, int]]:
+        found = candidates(Place(outputs=outputs, inputs=4096, group=128, rows=rows), (9, 0), 132)
+        return {(cut.block_n, cut.split) for cut in found if isinstance(cut, Cut) and cut.spread}
+
+    assert spread(4096, 64) == {(64, 2), (64, 4), (64, 6), (64, 8), (128, 2), (128, 4), (128, 6), (128, 8), (128, 16)}
+    assert spread(28672, 64) == {(128, 2)}
+    assert spread(4096, 128) == set()

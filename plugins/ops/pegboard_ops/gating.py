@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 1024
+#: Tokens up to which the next kernel may start before the one before this has ended. Measured on an H200: with 4-bit
+#: weights steps of 1 to 16 rows take 1 to 3% less, with 32 rows 5% more, as programs of the next product crowd.
+_EARLY_TOKENS = 16
 
 
 @triton.jit
@@ -33,16 +36,19 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_activation(
-    x_ptr, out_ptr, x_row, F: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, out_ptr, x_row, F: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """Grid (tokens, blocks of F): out = act(gate) * up, one read and one write."""
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if PDL:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(x_ptr + row * x_row + f, mask=f < F, other=0.0)
     up = tl.load(x_ptr + row * x_row + F + f, mask=f < F, other=0.0)
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     active = activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
     tl.store(out_ptr + row * F + f, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=f < F)
@@ -63,6 +69,7 @@ def launch_gated(x: Tensor, activation: Activation, launcher: Launcher) -> Tenso
         BLOCK=_BLOCK,
         ACTIVATION=activation,
         PDL=launcher.pdl,
+        EARLY=launcher.pdl and tokens <= _EARLY_TOKENS,
         num_warps=4,
         **launcher.options,
     )

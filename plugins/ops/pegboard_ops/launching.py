@@ -1,7 +1,9 @@
 """Programmatic dependent launch (PDL): a kernel starts while the one before it in the stream ends.
 
 Rules that every kernel here keeps: it waits for the kernel before it (`gdc_wait`) in every program before it reads
-anything but weights and before it writes anything; so when it is complete, all before it are."""
+anything but weights and before it writes anything; so when it is complete, all before it are. Those that write the
+cache let the next one start only after their own wait: attention relies on it, and reads what a step's first kernels
+wrote before it waits."""
 
 from __future__ import annotations
 

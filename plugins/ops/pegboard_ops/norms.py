@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
     from .launching import Launcher
 
+#: Rows up to which the next kernel may start before the one before this has ended. Measured on an H200: with 4-bit
+#: weights steps of 1 and 2 rows take 1 to 2% less, with 4 to 16 1 to 5% more.
+_EARLY_ROWS = 2
+
 
 @triton.jit
 def rms_norm(
@@ -32,18 +36,21 @@ def rms_norm(
     ROUND_FIRST: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program holds ROWS whole rows in registers: one read of x, one of the residual, one write of out."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, BLOCK)
     there = (r < rows)[:, None] & (e < E)[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + (r * x_row)[:, None] + e[None, :], mask=there, other=0.0)
     if RESIDUAL:
         residual = tl.load(residual_ptr + (r * residual_row)[:, None] + e[None, :], mask=there, other=0.0)
     weight = tl.load(weight_ptr + e, mask=e < E, other=0.0)
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     wide = x.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide, 1) / E + eps)[:, None]
@@ -86,6 +93,7 @@ def launch_norm(x: Tensor, norm: Norm, residual: Tensor | None, launcher: Launch
         ROUND_FIRST=norm.round_first,
         RESIDUAL=residual is not None,
         PDL=launcher.pdl,
+        EARLY=launcher.pdl and count <= _EARLY_ROWS,
         num_warps=max(1, min(16, block * together // 512)),
         **launcher.options,
     )

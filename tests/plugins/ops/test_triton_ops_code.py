@@ -91,6 +91,17 @@ def test_rope_write(compile_for: Callable[..., Any], capability: int, form: str,
         assert lanes[1 if store[1] == "32" else 2] == "32"
 
 
+def test_few_rows_let_the_next_kernel_start_before_they_wait(compile_for: Callable[..., Any]) -> None:
+    ops = make_ops(90)
+    with compile_for(90) as made:
+        for tokens in (2, 3):
+            ops.norm(empty(tokens, 4096), norm(4096))
+        for tokens in (16, 17):
+            ops.gated(empty(tokens, 2 * 14336), "silu")
+    early = [found.code.index("PREEXIT") < found.code.index("ACQBULK") for found in made]
+    assert early == [True, False, True, False]
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_one_row(compile_for: Callable[..., Any], capability: int) -> None:
     ops = make_ops(capability)

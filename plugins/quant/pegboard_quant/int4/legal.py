@@ -37,7 +37,7 @@ _STAGED: Final = (
 _STAGED_MANY: Final = ((3, False, 0, False),)
 #: The same of cuts whose sums are added by all of their programs, and programs for each multiprocessor up to which they
 #: may all run at once.
-_STAGED_SPREAD: Final = ((3, False, 0, True), (3, False, 2, True), (4, False, 2, True))
+_STAGED_SPREAD: Final = ((3, False, 2, False), (3, False, 2, True), (4, False, 2, True))
 _PROGRAMS_AT_ONCE: Final = 4
 #: Of uneven cuts, and tiles of their heads, in sixteenths.
 _STAGED_UNEVEN: Final = ((3, False, 2, True), (4, False, 2, True))

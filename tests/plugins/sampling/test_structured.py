@@ -179,9 +179,14 @@ def test_what_can_not_be_is_refused_at_submission(engine: Engine, arguments: dic
 
 def test_models_that_it_can_not_serve(tiny_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pegboard.registry.judging
+    from pegboard_sampling.structured import processor
 
     with pytest.raises(ConfigError, match="the model has no tokenizer"):
         Engine(tiny_path, device="cpu", logits_processors=["structured"])
+    with monkeypatch.context() as patch:
+        patch.setattr(processor, "version", lambda name: "1.8.2")
+        with pytest.raises(ConfigError, match=r'needs llguidance 1.9 or later, not 1.8.2: pip install "pegboard'):
+            Engine(path, device="cpu", logits_processors=["structured"])
     known = pegboard.registry.judging._importable
     monkeypatch.setattr(pegboard.registry.judging, "_importable", lambda name: name != "llguidance" and known(name))
     with pytest.raises(ConfigError, match=r'needs llguidance.*pip install "pegboard\[structured\]"'):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Self
+from importlib.metadata import version
+from typing import Any, Final, Self
 
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
@@ -19,6 +20,8 @@ from .matching import Text, compile_grammar
 
 #: Compiled grammars that are kept.
 _MOST = 64
+#: The first llguidance that takes several EOS tokens.
+_LEAST_VERSION: Final = (1, 9)
 
 
 class StructuredOutput(LogitsProcessor):
@@ -42,6 +45,9 @@ class StructuredOutput(LogitsProcessor):
     @classmethod
     def refusals(cls, need: ProcessorNeed, options: Any) -> Sequence[str]:
         reasons = []
+        found = version("llguidance")
+        if tuple(int(part) for part in found.split(".")[:2]) < _LEAST_VERSION:
+            reasons.append(f'needs llguidance 1.9 or later, not {found}: pip install "pegboard[structured]"')
         if need.tokenizer_json is None:
             reasons.append("the model has no tokenizer, so nobody knows what its tokens write")
         if not need.eos_ids:

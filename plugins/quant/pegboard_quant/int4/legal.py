@@ -114,10 +114,10 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
     if cut.block_n not in blocks_n or cut.block_m not in blocks_m:
         return f"block_n must be one of {_listed(blocks_n)}, block_m one of {_listed(blocks_m)} here"
     own = cut.overlapped or cut.block_m > FEW_ROWS
-    if not 0 <= cut.fetched <= 4 or cut.fetched & (cut.fetched - 1) or (own and (cut.fetched or cut.early)):
-        return (
-            "fetched must be 0, 1, 2 or 4, and it and early be left out of more than 64 rows a program, or overlapped"
-        )
+    if own and (cut.fetched or cut.early or cut.whole or cut.head or cut.spread):
+        return "fetched, early, whole, head and spread must be left out of more than 64 rows a program, or overlapped"
+    if not 0 <= cut.fetched <= 4 or cut.fetched & (cut.fetched - 1):
+        return "fetched must be 0, 1, 2 or 4"
     if not 2 <= cut.stages <= 6 or cut.stages * tile_bytes > _STAGED_BYTES:
         return "stages must be 2 to 6, with no more than 192 KiB of tiles in flight"
     counters = counters_of(place.outputs)
@@ -125,14 +125,11 @@ def _illegal_blocks(cut: Cut, place: Place, capability: tuple[int, int]) -> str 
     parts = blocks * -(-place.rows // cut.block_m)
     if not 1 <= cut.split <= min(16, place.tiles) or ((cut.split > 1 or cut.head) and parts > counters):
         return f"split must be 1 to {min(16, place.tiles)} here, and 1, and no head, for more than {counters} sums"
-    if cut.spread and (own or cut.split == 1):
-        return "spread needs a split, and must be left out of more than 64 rows a program, or overlapped"
-    uneven = cut.split == 1 and not own and 0 < cut.head < place.tiles and 0 <= cut.whole < blocks
+    if cut.spread and cut.split == 1:
+        return "spread needs a split"
+    uneven = cut.split == 1 and 0 < cut.head < place.tiles and 0 <= cut.whole < blocks
     if (cut.head or cut.whole) and not uneven:
-        return (
-            f"head must be less than {place.tiles} and whole than {blocks} here, split be 1, and head and whole be "
-            "left out of more than 64 rows a program, or overlapped"
-        )
+        return f"head must be less than {place.tiles} and whole than {blocks} here, and split be 1"
     return None
 
 

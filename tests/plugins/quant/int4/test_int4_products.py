@@ -151,6 +151,17 @@ def test_sums_with_a_residual(rows: int, group: int) -> None:
             assert_right(weight, rows, dtype, cut=Cut(64, 16, 3, 3), adds=True)
 
 
+def legal(weight: PackedWeight, rows: int, blocks: tuple[int, int, int, int], **fields: Any) -> Any:
+    """Such a cut, for which there are counters."""
+    from pegboard_quant.int4.cuts import Cut
+    from pegboard_quant.int4.legal import Place, illegal
+
+    cut = Cut(*blocks, **fields)
+    place = Place(outputs=weight.shape[0], inputs=weight.in_features, group=weight.group, rows=rows)
+    assert illegal(cut, place, (9, 0)) is None
+    return cut
+
+
 @RUNS
 @pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("spread", [False, True])
@@ -175,12 +186,9 @@ def test_sums_in_parts(block_n: int, spread: bool) -> None:
     ],
 )
 def test_programs_add_a_sum_together_on_hopper(rows: int, outputs: int, blocks: tuple[int, int, int, int]) -> None:
-    from pegboard_quant.int4.cuts import Cut
-    from pegboard_quant.int4.legal import Place, illegal
-
-    weight = tile(weight_of(outputs, 4096, 128, zeros=True, scale=torch.bfloat16))
-    alone, spread = Cut(*blocks, fetched=2, early=True), Cut(*blocks, fetched=2, early=True, spread=True)
-    assert illegal(spread, Place(outputs=outputs, inputs=4096, group=128, rows=rows), (9, 0)) is None
+    packed = weight_of(outputs, 4096, 128, zeros=True, scale=torch.bfloat16)
+    alone, spread = (legal(packed, rows, blocks, fetched=2, early=True, spread=how) for how in (False, True))
+    weight = tile(packed)
     x, busy = random(rows, 4096, dtype=torch.bfloat16), random(1024, 1024, dtype=torch.bfloat16)
     right, other = torch.empty(rows, outputs, dtype=x.dtype, device=DEVICE), torch.cuda.Stream()
     launcher().multiply_as(x, weight, None, right, alone)
@@ -203,7 +211,7 @@ def test_programs_add_a_sum_together_on_hopper(rows: int, outputs: int, blocks: 
 )
 def test_sums_of_some_outputs_in_two_parts(rows: int, block_n: int, whole: int, head: int) -> None:
     weight = weight_of(200, 640, 128, zeros=True, scale=torch.bfloat16)
-    cut = uneven(weight, rows, (block_n, 16, 1, 3), whole=whole, head=head)
+    cut = legal(weight, rows, (block_n, 16, 1, 3), whole=whole, head=head)
     for dtype in FLOATS:
         assert_right(weight, rows, dtype, bias=True, adds=head == 4, cut=cut)
 
@@ -214,20 +222,9 @@ def test_sums_of_some_outputs_in_two_parts(rows: int, block_n: int, whole: int, 
 def test_some_outputs_in_two_parts_on_hopper(block_n: int, block_m: int) -> None:
     weight = weight_of(1032, 4096 + 384, 128, zeros=True, scale=torch.bfloat16)
     for rows in (block_m - 11, block_m if block_n == 64 else block_m + 1):
-        cut = uneven(weight, rows, (block_n, block_m, 1, 4), fetched=2, early=True, whole=3, head=28)
+        cut = legal(weight, rows, (block_n, block_m, 1, 4), fetched=2, early=True, whole=3, head=28)
         for dtype in FLOATS:
             assert_right(weight, rows, dtype, bias=True, adds=rows >= block_m, cut=cut)
-
-
-def uneven(weight: PackedWeight, rows: int, blocks: tuple[int, int, int, int], **fields: Any) -> Any:
-    """Such a cut, for which there are counters."""
-    from pegboard_quant.int4.cuts import Cut
-    from pegboard_quant.int4.legal import Place, illegal
-
-    cut = Cut(*blocks, **fields)
-    place = Place(outputs=weight.shape[0], inputs=weight.in_features, group=weight.group, rows=rows)
-    assert illegal(cut, place, (9, 0)) is None
-    return cut
 
 
 @RUNS
